@@ -202,6 +202,30 @@ def test_what_the_kernel_says_counts_before_what_receivers_say() -> None:
     assert site.rates.told_up_Bps == pytest.approx(2e6, rel=0.05)
 
 
+def test_where_enough_have_time_nobody_waits_for_one_that_is_busy() -> None:
+    net = ProbeNet([(100 * MBIT, 100 * MBIT)] * (linkprobe.ENOUGH + 2))
+    net.sites["p0"].resting = False
+    others = [site for name, site in net.sites.items() if name != "p0"]
+    net.until(lambda: all(site.rates.told_up_Bps for site in others), 60.0)
+    assert not any(target == "p0" for _, _, target, _ in net.junk)
+
+
+def test_junk_goes_to_so_many_at_once_and_no_more() -> None:
+    net = ProbeNet([(100 * MBIT, 100 * MBIT)] * (linkprobe.RECEIVERS_MAX + 3))
+    probes = [site.probes for site in net.sites.values()]
+    net.until(lambda: any(one._burst is not None for one in probes), 20.0)
+    assert [len(one._burst.asked) for one in probes if one._burst is not None] == [linkprobe.RECEIVERS_MAX]
+
+
+def test_one_without_a_bulk_address_gets_no_junk() -> None:
+    net = four()
+    net.hosts["p0"].record = replace(net.hosts["p0"].record, bulk=())
+    net.version += 1
+    others = [site for name, site in net.sites.items() if name != "p0"]
+    net.until(lambda: all(site.rates.told_up_Bps for site in others), 60.0)
+    assert not any(target == "p0" for _, _, target, _ in net.junk)
+
+
 def test_known_rates_are_not_measured_and_nothing_is_asked() -> None:
     net = four()
     for site in net.sites.values():

@@ -215,6 +215,16 @@ def test_a_ping_of_a_stranger_is_answered_and_tells_it_the_table() -> None:
     assert {record.voter.peer for record in ack.gossip.records} == {"a", "b", "c"}
 
 
+def test_who_has_left_is_told_to_others_by_those_who_heard_it() -> None:
+    net = swarm("abc")
+    net.run(30)
+    machine = net.hosts["a"].machine
+    gone = signed(machine._table.members["c"].record, left=True, seq=machine._table.members["c"].record.seq + 1)
+    machine.receive(gone.voter, Leave(gone), net.now)
+    assert machine._table.members.keys() == {"b"}
+    assert gone in machine._news.fill(machine._table.members["b"]).records
+
+
 def test_who_is_said_to_be_dead_is_told_so_with_each_message_until_it_says_that_it_lives() -> None:
     """However long ago that was passed on to all others."""
     net = swarm("abc")

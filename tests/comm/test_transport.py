@@ -475,6 +475,32 @@ def test_close_delivers_what_was_sent_before(node: Callable[..., Node]) -> None:
     assert [m[0] for m in b.messages()] == [b"%d" % i for i in range(300)]
 
 
+@pytest.mark.parametrize("by", ["link", "reply"])
+def test_close_waits_until_a_slow_one_has_taken_what_libzmq_has(node: Callable[..., Node], by: str) -> None:
+    a, n = node("a", security=None), 20
+    with zmq.Context() as context, context.socket(zmq.ROUTER if by == "link" else zmq.DEALER) as slow:
+        slow.linger, slow.rcvhwm, slow.rcvbuf = 0, 1, 1 << 16
+        if by == "link":
+            address = f"127.0.0.1:{slow.bind_to_random_port('tcp://127.0.0.1')}"
+            a.transport.send_control(address, [b"x"])
+            pump(lambda: slow.poll(0), a)
+            slow.recv_multipart()
+        else:
+            slow.connect(f"tcp://{a.address}")
+            slow.send(b"x")
+            pump(lambda: a.messages(), a)
+        route = next((e.route for e in a.events if isinstance(e, Incoming)), None)
+        for i in range(n):
+            frames = [b"%d" % i, bytes(1 << 20)]
+            assert a.transport.send_control(address, frames) if route is None else a.transport.reply(route, frames)
+        closer = threading.Thread(target=a.transport.close, args=(WAIT_S,))
+        closer.start()
+        for i in range(n):
+            assert slow.poll(WAIT_S * 1000) and slow.recv_multipart()[-2] == b"%d" % i
+        closer.join(WAIT_S)
+        assert not closer.is_alive()
+
+
 def test_close_tries_those_once_more_who_were_not_there(node: Callable[..., Node]) -> None:
     """One that had been restarted in its place never heard that the other left: its link had failed a moment before."""
     a, (address,) = node("a"), free_addresses(1)
