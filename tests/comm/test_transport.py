@@ -116,6 +116,16 @@ def test_bulk_is_refused_until_the_link_is_up_and_then_bounded(node: Callable[..
     assert all(isinstance(v, memoryview) for v in views)
 
 
+def test_it_is_known_whether_anybody_came_in_by_the_bulk_port(node: Callable[..., Node]) -> None:
+    """That a firewall keeps all out is said where nobody did."""
+    a, b = node("a"), node("b")
+    assert a.transport.send_control(b.address, [b"x"])
+    pump(lambda: b.messages(), a, b)
+    assert not b.transport.bulk_entered
+    a.transport.open_bulk(b.bulk_address)
+    pump(lambda: b.transport.bulk_entered, a, b)
+
+
 def test_bulk_can_be_replied_to(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     pump(lambda: a.transport.send_bulk(b.bulk_address, [b"fetch"]), a, b)
