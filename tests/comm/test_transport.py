@@ -576,6 +576,33 @@ def test_close_leaves_no_thread_and_no_port(node: Callable[..., Node]) -> None:
     node("c", a.address)
 
 
+def test_a_long_poll_ends_when_there_is_something_to_do(node: Callable[..., Node]) -> None:
+    a, b, (nobody,) = node("a", security=None), node("b", security=None), free_addresses(1)
+    began = time.monotonic()
+    a.transport.send_control(nobody, [b"x"])
+    while len(a.link_kinds(nobody)) < 3:
+        a.events += a.transport.poll(WAIT_S)
+    a.transport.forget(nobody)
+    for _ in range(4 * lanes.CONTROL_SEND_HWM):
+        assert a.transport.send_control(b.address, [bytes(10_000)])
+    while a.transport._controls[b.address].pending:
+        a.transport.poll(WAIT_S)
+    assert time.monotonic() - began < WAIT_S
+
+
+def test_a_bulk_link_with_nothing_to_send_ends_no_poll(node: Callable[..., Node]) -> None:
+    """There is room on it all the time: a processor would be busy with that."""
+    a, b = node("a"), node("b")
+    pump(lambda: a.transport.send_bulk(b.bulk_address, [b"x"]), a, b)
+
+    def rests() -> bool:
+        began = time.monotonic()
+        a.transport.poll(0.1)
+        return time.monotonic() - began > 0.05
+
+    assert any(rests() for _ in range(20))
+
+
 def test_wake_ends_a_poll_in_another_thread(node: Callable[..., Node]) -> None:
     a, polling = node("a"), threading.Event()
 
