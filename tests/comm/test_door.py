@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import zmq
 
 import dlc.comm.transport as transport_module
 from dlc.comm import door, links, tcp
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.skipif(not tcp.AVAILABLE, reason="this system does not 
 WAIT_S = 120.0
 KEYED = LinkSecurity.derive(bytes(32), "run")
 LIMIT = 8
+UNLIMITED = resource.RLIM_INFINITY
 ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
 HELLO_BYTES = 202
 """Of the first message of CurveZMQ, with its frame."""
@@ -161,6 +166,114 @@ def test_a_host_that_sends_many_strangers_does_not_keep_others_out(
     assert a._door.shut > LIMIT and all(map(is_open, slow))
 
 
+@pytest.mark.usefixtures("limit")
+def test_of_strangers_from_as_many_hosts_the_oldest_are_shut(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket]
+) -> None:
+    """It was the youngest: a member that came while many hosts knocked was shut before it could say who it is."""
+    a = transport("a")
+    came = []
+    for i in range(LIMIT + 1):
+        came.append(stranger(a, f"127.0.0.{10 + i}"))
+        pump(lambda i=i: guests(a) + a._door.shut == i + 1, a)
+    left = guests(a)
+    assert left == LIMIT // 2
+    pump(lambda: sum(map(is_open, came)) == left, a)
+    assert all(map(is_open, came[-left:]))
+
+
+@pytest.fixture
+def accepted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Transport, int, int], None]:
+    """What libzmq says of a descriptor and the port by which somebody came, and the door is told at its next look."""
+    said: list[tuple[int, int]] = []
+
+    def recv(monitor: object, flags: int) -> dict[str, object]:
+        if not said:
+            raise zmq.Again
+        fd, port = said.pop(0)
+        return {"event": int(zmq.EVENT_ACCEPTED), "value": fd, "endpoint": b"tcp://127.0.0.1:%d" % port}
+
+    def tell(of: Transport, fd: int, port: int) -> None:
+        monkeypatch.setattr(door, "recv_monitor_message", recv)
+        said.append((fd, port))
+        assert of._door.look() == []
+
+    return tell
+
+
+@pytest.fixture
+def pairs() -> Iterator[Callable[[], tuple[socket.socket, socket.socket]]]:
+    """Both ends of a connection within this process: who made it, and who took it."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def make() -> tuple[socket.socket, socket.socket]:
+            made = stack.enter_context(socket.create_connection(server.getsockname()))
+            return made, stack.enter_context(server.accept()[0])
+
+        yield make
+
+
+Pairs = Callable[[], tuple[socket.socket, socket.socket]]
+
+
+def test_a_descriptor_that_is_another_files_by_now_is_none_of_a_strangers(
+    transport: Callable[..., Transport], accepted: Callable[..., None], pairs: Pairs
+) -> None:
+    """A stranger that had gone again left its number to a connection that this process made, to whom it liked: that
+    was shut for being silent while much came."""
+    a = transport("a")
+    own, other = pairs()
+    accepted(a, own.fileno(), a.control_port)
+    assert guests(a) == 0
+    other.sendall(bytes(2 * door.HELLO_BYTES_MAX))
+    a._door.inspect(math.inf)
+    assert a._door.shut == 0 and is_open(own)
+
+
+def test_a_descriptor_that_became_another_files_is_no_strangers_any_more(
+    transport: Callable[..., Transport], accepted: Callable[..., None], pairs: Pairs
+) -> None:
+    a = transport("a")
+    (_, stranger), (own, other) = pairs(), pairs()
+    accepted(a, stranger.fileno(), stranger.getsockname()[1])
+    assert guests(a) == 1
+    os.dup2(own.fileno(), stranger.fileno())
+    other.sendall(bytes(2 * door.HELLO_BYTES_MAX))
+    a._door.inspect(1.0)
+    assert a._door.shut == guests(a) == 0 and is_open(own)
+
+
+def test_who_comes_by_a_descriptor_whose_end_was_not_told_is_the_youngest(
+    transport: Callable[..., Transport], accepted: Callable[..., None], pairs: Pairs
+) -> None:
+    a = transport("a")
+    first, second = (took.fileno() for _, took in (pairs(), pairs()))
+    for fd in (first, second, first):
+        accepted(a, fd, pairs()[1].getsockname()[1])
+    assert [fd for _, fd in a._door._guests] == [second, first]
+
+
+@pytest.mark.usefixtures("limit")
+def test_members_that_wait_to_be_let_in_may_be_more_than_strangers(
+    transport: Callable[..., Transport], stranger: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred that begin at once wait together while the thread that lets them in is busy."""
+    real = tcp.sample
+
+    def sample(sock: socket.socket) -> tcp.TcpSample | None:
+        told = real(sock)
+        return replace(told, bytes_acked=door.WELCOMED_BYTES, sacked_bytes=0) if told is not None else None
+
+    monkeypatch.setattr(tcp, "sample", sample)
+    a, most = transport("a"), door.WELCOMED_TIMES * LIMIT
+    came = [stranger(a) for _ in range(most)]
+    pump(lambda: guests(a) == most, a)
+    assert a._door.shut == 0 and all(map(is_open, came))
+    stranger(a)
+    pump(lambda: guests(a) == most // 2, a)
+
+
 @pytest.mark.parametrize("lane", ["control", "bulk"])
 def test_a_stranger_that_sends_more_than_a_hello_is_shut(
     transport: Callable[..., Transport], stranger: Callable[..., socket.socket], lane: str
@@ -290,6 +403,15 @@ def test_who_leaves_by_itself_is_counted_no_more(
 )
 def test_what_one_machine_may_have_is_one_site(one: str, other: str, same: bool) -> None:
     assert (door._site(one) == door._site(other)) == same
+
+
+@pytest.mark.parametrize(
+    ("files", "most"),
+    [(64, door.STRANGERS_MIN), (1024, 128), (1 << 20, door.STRANGERS_MAX), (UNLIMITED, door.STRANGERS_MAX)],
+)
+def test_how_many_may_be_strangers(monkeypatch: pytest.MonkeyPatch, files: int, most: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (files, files))
+    assert door.strangers_max() == most
 
 
 def test_a_process_with_few_open_files_keeps_some_for_itself() -> None:

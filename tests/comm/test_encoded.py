@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +70,44 @@ def test_what_a_device_made_lands_in_its_place(codec: str) -> None:
         at += n_bytes
     landing.finish()
     assert bytes(out[:at].tolist()) == encoded[:at] and not out[at:].any()
+
+
+def test_a_device_waits_with_what_follows_until_the_payload_is_made_and_with_that_for_what_came_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is queued next may overwrite what the payload is made of."""
+    said: list[object] = []
+
+    class Stream:
+        def __init__(self, name: object) -> None:
+            self.name = "own" if isinstance(name, torch.device) else name
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append((self.name, "waits for", other.name))
+
+        def record_event(self) -> str:
+            said.append("noted")
+            return "noted"
+
+        def wait_event(self, event: str) -> None:
+            said.append((self.name, "waits for", event))
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            said.append("copied")
+
+        def synchronize(self) -> None:
+            said.append("here")
+
+    module = SimpleNamespace(
+        Stream=Stream, Event=Event, current_stream=lambda _: Stream("usual"), stream=lambda _: contextlib.nullcontext()
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    landing, out = Landing(torch.device("cpu"), 4), torch.zeros(4, dtype=torch.uint8)
+    landing.take(lambda there: said.append("encoded"), out)
+    landing.finish()
+    before, after = ("own", "waits for", "usual"), ("usual", "waits for", "noted")
+    assert said == [before, "encoded", "noted", "copied", after, "here"]
 
 
 def test_parts_are_whole_chunks_of_a_size_that_suits_the_processor() -> None:

@@ -160,6 +160,17 @@ def test_who_met_only_a_slow_receiver_measures_again_when_others_come() -> None:
     assert net.told("p1") == pytest.approx(100 * MBIT, rel=0.15)
 
 
+def test_who_has_met_enough_does_not_measure_again_when_others_come() -> None:
+    net = ProbeNet([(100 * MBIT, 100 * MBIT)] * (linkprobe.ENOUGH + 1))
+    net.until(net.known, 30.0)
+    net.run(30.0)
+    before = {name: net.spent(name) for name in net.sites}
+    newcomer = net.join(100 * MBIT, 100 * MBIT)
+    net.until(lambda: bool(newcomer.rates.told_up_Bps), 30.0)
+    net.run(30.0)
+    assert {name: net.spent(name) for name in before} == before
+
+
 def test_who_sends_by_more_connections_measures_again() -> None:
     """Buffers of one connection for half of what the link carries: the first round would be planned for that half."""
     net = ProbeNet([(50 * MBIT, 900 * MBIT)] + [(900 * MBIT, 900 * MBIT)] * 4)
@@ -191,6 +202,30 @@ def test_what_the_kernel_says_counts_before_what_receivers_say() -> None:
     assert site.rates.told_up_Bps == pytest.approx(2e6, rel=0.05)
 
 
+def test_where_enough_have_time_nobody_waits_for_one_that_is_busy() -> None:
+    net = ProbeNet([(100 * MBIT, 100 * MBIT)] * (linkprobe.ENOUGH + 2))
+    net.sites["p0"].resting = False
+    others = [site for name, site in net.sites.items() if name != "p0"]
+    net.until(lambda: all(site.rates.told_up_Bps for site in others), 60.0)
+    assert not any(target == "p0" for _, _, target, _ in net.junk)
+
+
+def test_junk_goes_to_so_many_at_once_and_no_more() -> None:
+    net = ProbeNet([(100 * MBIT, 100 * MBIT)] * (linkprobe.RECEIVERS_MAX + 3))
+    probes = [site.probes for site in net.sites.values()]
+    net.until(lambda: any(one._burst is not None for one in probes), 20.0)
+    assert [len(one._burst.asked) for one in probes if one._burst is not None] == [linkprobe.RECEIVERS_MAX]
+
+
+def test_one_without_a_bulk_address_gets_no_junk() -> None:
+    net = four()
+    net.hosts["p0"].record = replace(net.hosts["p0"].record, bulk=())
+    net.version += 1
+    others = [site for name, site in net.sites.items() if name != "p0"]
+    net.until(lambda: all(site.rates.told_up_Bps for site in others), 60.0)
+    assert not any(target == "p0" for _, _, target, _ in net.junk)
+
+
 def test_known_rates_are_not_measured_and_nothing_is_asked() -> None:
     net = four()
     for site in net.sites.values():
@@ -212,6 +247,17 @@ def test_peers_of_one_host_have_no_link() -> None:
 
 def sending(net: ProbeNet) -> Site | None:
     return next((s for s in net.sites.values() if s.probes._burst is not None and s.probes._burst.sending), None)
+
+
+def test_a_round_that_takes_long_costs_no_attempt() -> None:
+    net = four()
+    for site in net.sites.values():
+        site.resting = False
+    net.run(2.0 * ASKS_MAX)
+    assert not PROBES & net.sent.keys()
+    for site in net.sites.values():
+        site.resting = True
+    net.until(net.known, 20.0)
 
 
 def test_no_junk_leaves_once_a_round_has_begun_here() -> None:

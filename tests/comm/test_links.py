@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -11,6 +14,7 @@ import zmq
 
 from dlc.comm import links, tcp
 from dlc.comm.addresses import Resolver
+from dlc.comm.knock import Knock
 from dlc.comm.lanes import CONNECT_TIMEOUT_S, LinkEvent
 from dlc.comm.links import (
     CONTROL_PENDING_BYTES_MAX,
@@ -22,6 +26,9 @@ from dlc.comm.links import (
     UNUSED_S,
     Link,
 )
+from tests.helpers import benchmark_module
+
+wan = benchmark_module("_wan")
 
 
 class Asked:
@@ -34,18 +41,33 @@ class Asked:
         self.hosts.append(host)
 
 
+class Outcome:
+    """Of a knock: the link's `error`."""
+
+    def __init__(self, link: Tried) -> None:
+        self.error = lambda: link.error
+
+    def close(self) -> None:
+        pass
+
+
 class Tried(Link):
-    """Its attempts are noted, and nothing is connected; `room`: for how many messages."""
+    """Its attempts are noted, and nothing is connected; `room`: for how many messages. `error`: why they fail."""
 
     def __init__(self, context: zmq.Context[Any], address: str) -> None:
         self.asked, self.tries, self.room, self.went = Asked(), list[str](), 0, list[list[bytes]]()
+        self.error: int | None = errno.ECONNREFUSED
         resolver = cast(Resolver, self.asked)
         super().__init__(context, address, "control", routing_id=b"me", security=None, resolver=resolver)
 
     def _open(self, now: float) -> list[LinkEvent]:
-        self._opened_at = now
+        self._opened_at, self._overdue_at = now, now + links._OVERDUE_S
         self.tries.append(self._candidates[self._candidate])
         return []
+
+    def _ask_why(self, now: float) -> list[LinkEvent]:
+        self._overdue_at, self.knock = now + CONNECT_TIMEOUT_S, cast(Knock, Outcome(self))
+        return self.look(now)
 
     def send(self, frames: Any) -> bool:
         if self.room:
@@ -137,6 +159,7 @@ def test_each_failure_in_a_row_doubles_the_wait_up_to_a_limit(link: Tried) -> No
 def test_who_asks_once_more_need_not_wait(link: Tried) -> None:
     link.advance(0.0)
     link.once_more()
+    link.advance(0.0)
     assert len(link.tries) == 1, "it is being tried"
     fails(link, 0.0)
     link.once_more()
@@ -197,6 +220,71 @@ def test_whose_address_gives_no_answer_is_told_from_where_nobody_listens(link: T
     assert (event.kind, event.detail) == ("unreached", "no answer"), "which says less than that nobody listens"
     link.up = True
     assert link._on_event(zmq.EVENT_CLOSED, 0, 20.0) == [], "an earlier attempt's socket"
+
+
+def test_a_host_that_refuses_is_told_from_one_to_which_there_is_no_way(link: Tried) -> None:
+    """Whoever a host that was cut off had been connected to was said to have ended, and was not waited for."""
+    link.error, now = errno.EHOSTUNREACH, 0.0
+    link.advance(now)
+    (event,) = link._on_event(zmq.EVENT_CLOSED, 0, now)
+    assert event.kind == "unreached" and "No route to host" in event.detail
+    link.error, now = None, 10.0
+    link.advance(now)
+    assert fails(link, now) == [] and link.look(now) == [] and not link.up
+    link.error = errno.ECONNREFUSED
+    assert [event.kind for event in link.look(now)] == ["refused"] and link.look(now) == []
+    link.error, now = None, 20.0
+    link.advance(now)
+    fails(link, now + 1.0)
+    assert link.deadline() == now + 1.0 + CONNECT_TIMEOUT_S
+    assert link.advance(now + CONNECT_TIMEOUT_S) == []
+    (event,) = link.advance(now + 1.0 + CONNECT_TIMEOUT_S)
+    assert (event.kind, event.detail) == ("unreached", "no answer")
+    link.error, now = 0, 30.0
+    link.advance(now)
+    assert fails(link, now) == ["unreached"], "it is there again"
+
+
+NO_WAY = """
+import subprocess
+from dlc.comm.lanes import LinkEvent
+from dlc.comm.transport import Transport
+from tests.helpers import wait_until
+
+LINES = '''link set lo up
+link add v0 type veth peer name v1
+address add 10.9.9.1/24 dev v0
+link set v0 up
+link set v1 up
+ntable change name arp_cache dev v0 retrans 50 mcast_probes 1
+route add unreachable 10.8.0.0/16'''
+for line in LINES.splitlines():
+    subprocess.run(["ip", *line.split()], check=True)
+nobody, no_host, no_way, no_route = addresses = "127.0.0.1:9", "10.9.9.2:9", "10.8.0.1:9", "192.0.2.1:9"
+transport, kinds = Transport(security=None, ident=b"a"), {}
+for address in addresses:
+    transport.send_control(address, [b"x"])
+    transport.open_bulk(address)
+
+def heard():
+    for event in transport.poll(0.01):
+        if isinstance(event, LinkEvent):
+            kinds.setdefault(event.address, event.kind)
+    return kinds.keys() == set(addresses) and all(map(transport.barred, addresses))
+
+wait_until(heard, 60)
+assert kinds == {nobody: "refused", no_host: "unreached", no_way: "unreached", no_route: "unreached"}, kinds
+whys = [transport.barred(address).partition(":")[0] for address in addresses]
+assert whys == ["nobody listens there"] + 3 * ["there is no way to it"], whys
+transport.close(0.0)
+"""
+
+
+@pytest.mark.skipif(bool(wan.available()), reason=wan.available())
+def test_the_kernel_says_which_of_the_two_it_is() -> None:
+    run = ["unshare", "--net", sys.executable, "-c", NO_WAY]
+    found = subprocess.run(run, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": "src:."}, timeout=120)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.parametrize("timeouts", [0, STALLED_TIMEOUTS - 1, STALLED_TIMEOUTS])

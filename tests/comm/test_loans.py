@@ -9,7 +9,7 @@ import torch
 
 from dlc.comm.calls import Call, GroupDone
 from dlc.comm.grid import Grid
-from dlc.comm.loans import borrow, lend
+from dlc.comm.loans import borrow, give_back, lend
 from dlc.sim.meshnet import Host, MeshNet
 
 
@@ -47,6 +47,38 @@ def test_what_is_not_there_any_more_is_told_once() -> None:
     net.until(lambda: all(b.ends for b in (late, stranger, never, wrong)))
     net.run(10.0)
     assert all(len(b.ends) == 1 and b.ends[0] for b in (late, stranger, never, wrong))
+
+
+def test_a_borrower_waits_no_longer_than_it_said_though_some_comes_all_the_time() -> None:
+    net = MeshNet()
+    first, second = net.add(2)
+    net.act(first, lambda mesh, now: lend(mesh, "state", bytes(20_000_000), 60.0, now))
+    got, began = Borrower(net, second, "state", first.name, 20_000_000, limit_s=5.0), net.now
+    net.until(lambda: bool(got.ends))
+    assert got.ends == ["late"] and 5.0 <= net.now - began < 6.0
+
+
+def test_what_is_lent_anew_meanwhile_is_not_mixed_with_what_was_before() -> None:
+    net = MeshNet()
+    first, second = net.add(2)
+    net.act(first, lambda mesh, now: lend(mesh, "state", bytes(20_000_000), 60.0, now))
+    got = Borrower(net, second, "state", first.name, 20_000_000)
+    net.run(2.0)
+    net.act(first, lambda mesh, now: lend(mesh, "state", b"1" * 20_000_000, 60.0, now))
+    net.until(lambda: bool(got.ends))
+    assert got.ends == ["it is no longer held"]
+
+
+def test_what_is_given_back_takes_no_memory_and_who_borrows_it_is_told() -> None:
+    net = MeshNet()
+    first, second = net.add(2)
+    net.act(first, lambda mesh, now: lend(mesh, "state", bytes(20_000_000), 60.0, now))
+    got = Borrower(net, second, "state", first.name, 20_000_000)
+    net.run(2.0)
+    net.act(first, lambda mesh, now: give_back(mesh, "state", now))
+    assert not first.mesh.parcels.holdings._held
+    net.until(lambda: bool(got.ends))
+    assert got.ends == ["it is no longer held"]
 
 
 def test_a_group_waits_for_whom_a_function_names_as_long_as_it_does() -> None:

@@ -7,11 +7,9 @@ import dataclasses
 import pytest
 
 from dlc.comm.effects import Answer, Dial
-from dlc.comm.framing import decode, encode, run_tag
 from dlc.comm.ids import Voter
 from dlc.comm.lobby import ASKED_MAX, FORGET_S, RECALL_S, Desk, Lobby
-from dlc.comm.messages import PROTOCOL_VERSION, Contrib, Hello, Nack, Record, Welcome
-from dlc.errors import ProtocolError
+from dlc.comm.messages import PROTOCOL_VERSION, Hello, Record, Welcome
 
 ME, OTHER = Voter("me", 1), Voter("other", 1)
 RECORD = Record(ME, b"", ("a:1",), ("a:2",), "trainer", bytes(32), 0.0, 0, False, False, 0.0, -1.0, 0, False)
@@ -160,6 +158,7 @@ def test_former_peers_are_asked_too_and_an_active_one_of_my_own_run_is_enough() 
     lobby.receive(OTHER, welcome("k:1", b"another", active), 0.1)  # the port is another run's by now
     lobby.receive(OTHER, welcome("k:1", b"", active), 0.1)
     lobby.receive(OTHER, welcome("k:1", b"mine"), 0.1)  # it has just started, too, and is of no run yet
+    lobby.receive(OTHER, welcome("k:1", b"mine", dataclasses.replace(THEIRS, signature=b"signed")), 0.1)  # nor now
     lobby.receive(ME, welcome("k:2", b"mine", RECORD), 0.1)
     assert not lobby.done and lobby.unheard() == ("x:1",)
     lobby.receive(OTHER, welcome("k:1", b"mine", active), 0.2)
@@ -176,30 +175,37 @@ def test_of_a_run_without_a_log_a_former_peer_that_takes_part_is_enough() -> Non
     assert lobby.done and lobby.found is not None and lobby.found.address == "k:1"
 
 
+def test_who_waits_for_all_who_are_listed_goes_on_with_a_former_peer_that_takes_part() -> None:
+    lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1", "y:1"), known=("k:1",), begins_here=lambda spec: True)
+    lobby.receive(OTHER, welcome("x:1", b"mine"), 0.1)
+    assert not lobby.done and lobby.silent() == ("y:1",)
+    lobby.receive(OTHER, welcome("k:1", b"mine", dataclasses.replace(THEIRS, signature=b"signed")), 0.2)
+    assert lobby.done
+
+
+def test_who_knows_the_runspec_waits_for_nobody_who_looks_for_one() -> None:
+    """It may be looking for me, where I can't be reached."""
+    lobby = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1",))
+    lobby.receive(OTHER, welcome("x:1", waiting=True), 0.1)
+    assert lobby.done and lobby.found is None
+
+
+def test_who_has_answered_is_no_reason_to_wake_up() -> None:
+    """A peer that waited for another kept a processor busy."""
+    lobby, now = Lobby(RECORD, "dlc", b"", b"", ("x:1", "y:1")), 5.0
+    lobby.tick(0.0)
+    lobby.receive(OTHER, welcome("x:1"), 0.1)
+    assert [e.address for e in lobby.tick(now) if isinstance(e, Dial)] == ["y:1"]
+    due = lobby.next_deadline()
+    assert due is not None and due > now
+
+
 def test_former_peers_are_not_waited_for_and_not_asked_without_a_runspec_or_a_list() -> None:
     silent = Lobby(RECORD, "dlc", b"mine", b"h", ("x:1",), known=("k:1",))
     silent.receive(OTHER, welcome("x:1"), 0.1)
     assert silent.done and silent.found is None
     assert not Lobby(RECORD, "dlc", b"", b"", ("x:1",), known=("k:1",)).known
     assert not Lobby(RECORD, "dlc", b"mine", b"h", (), known=("k:1",)).known
-
-
-def test_frames_of_another_run_are_refused_but_hellos_are_heard() -> None:
-    ours, theirs = run_tag("dlc", b"1"), run_tag("dlc", b"2")
-    hello = Hello(PROTOCOL_VERSION, "dlc", b"", None, "")
-    assert decode(encode(OTHER, theirs, hello), ours) == (OTHER, hello)
-    with pytest.raises(ProtocolError, match="another run"):
-        decode(encode(OTHER, theirs, Nack(b"", (1, OTHER))), ours)  # type: ignore[arg-type]
-
-
-def test_payload_travels_as_a_frame_of_its_own_and_only_with_bulk() -> None:
-    tag = run_tag("dlc", b"1")
-    contrib = Contrib("train", b"b", 3, 1.0, 0, b"payload")
-    frames = encode(OTHER, tag, contrib)
-    assert len(frames) == 3 and frames[2] == b"payload"
-    assert decode(frames, tag) == (OTHER, contrib)
-    with pytest.raises(ProtocolError, match="frames"):
-        decode(frames[:2], tag)
 
 
 # ------------------------------------------------------------------ an observer that lists nobody

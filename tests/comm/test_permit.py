@@ -146,6 +146,11 @@ def nobody_is_of_the_run(left: Left) -> None:
     left.log.active = False
 
 
+def one_of_the_run_is_known_and_silent(left: Left) -> None:
+    nobody_is_of_the_run(left)
+    left.says("d", active=True)
+
+
 REFUSED = (
     slept,
     one_was_seen_within_T_evict,
@@ -158,6 +163,7 @@ REFUSED = (
     its_entry_was_learned_just_now_and_somebody_with_a_history_lives,
     it_was_decided_by_force_with_one_seen_within_T_evict,
     nobody_is_of_the_run,
+    one_of_the_run_is_known_and_silent,
 )
 
 

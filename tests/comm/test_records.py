@@ -10,6 +10,7 @@ from dlc.comm import piggyback, probing, records
 from dlc.comm.effects import Send
 from dlc.comm.ids import Voter
 from dlc.comm.messages import Ack, Gossip, Leave, Ping, Rumour
+from dlc.comm.records import Standing
 from dlc.comm.wire import HEADER_BYTES_MAX, pack
 from tests.comm.swim_net import Net, record_of, signed, swarm, verify
 
@@ -212,6 +213,33 @@ def test_a_ping_of_a_stranger_is_answered_and_tells_it_the_table() -> None:
     effects = machine.receive(stranger.voter, Ping(6, Gossip((stranger,), ())), net.now)
     (ack,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Ack)]
     assert {record.voter.peer for record in ack.gossip.records} == {"a", "b", "c"}
+
+
+def test_who_has_left_is_told_to_others_by_those_who_heard_it() -> None:
+    net = swarm("abc")
+    net.run(30)
+    machine = net.hosts["a"].machine
+    gone = signed(machine._table.members["c"].record, left=True, seq=machine._table.members["c"].record.seq + 1)
+    machine.receive(gone.voter, Leave(gone), net.now)
+    assert machine._table.members.keys() == {"b"}
+    assert gone in machine._news.fill(machine._table.members["b"]).records
+
+
+def test_who_is_said_to_be_dead_is_told_so_with_each_message_until_it_says_that_it_lives() -> None:
+    """However long ago that was passed on to all others."""
+    net = swarm("abc")
+    machine, said_of = net.hosts["a"].machine, net.hosts["c"].voter
+    machine.receive(net.hosts["b"].voter, Ping(1, Gossip((), (Rumour(said_of, Standing.DEAD, 0),))), net.now)
+    news, (b, c) = machine._news, (machine._table.members[name] for name in "bc")
+    for _ in range(100):
+        news.fill(b)
+    assert not news.fill(b).rumours
+    for _ in range(2):
+        assert news.fill(c).rumours == (Rumour(said_of, Standing.DEAD, 0),)
+    machine.receive(said_of, Ping(2, Gossip((), (Rumour(said_of, Standing.ALIVE, 1),))), net.now)
+    for _ in range(100):
+        news.fill(b)
+    assert not news.fill(c).rumours
 
 
 @pytest.mark.parametrize("rumour", [Rumour(Voter("b", 1 << 32), 7, 0), Rumour(Voter("b", 1 << 32), 1, 1 << 63)])

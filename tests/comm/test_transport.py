@@ -116,6 +116,16 @@ def test_bulk_is_refused_until_the_link_is_up_and_then_bounded(node: Callable[..
     assert all(isinstance(v, memoryview) for v in views)
 
 
+def test_it_is_known_whether_anybody_came_in_by_the_bulk_port(node: Callable[..., Node]) -> None:
+    """That a firewall keeps all out is said where nobody did."""
+    a, b = node("a"), node("b")
+    assert a.transport.send_control(b.address, [b"x"])
+    pump(lambda: b.messages(), a, b)
+    assert not b.transport.bulk_entered
+    a.transport.open_bulk(b.bulk_address)
+    pump(lambda: b.transport.bulk_entered, a, b)
+
+
 def test_bulk_can_be_replied_to(node: Callable[..., Node]) -> None:
     a, b = node("a"), node("b")
     pump(lambda: a.transport.send_bulk(b.bulk_address, [b"fetch"]), a, b)
@@ -475,6 +485,32 @@ def test_close_delivers_what_was_sent_before(node: Callable[..., Node]) -> None:
     assert [m[0] for m in b.messages()] == [b"%d" % i for i in range(300)]
 
 
+@pytest.mark.parametrize("by", ["link", "reply"])
+def test_close_waits_until_a_slow_one_has_taken_what_libzmq_has(node: Callable[..., Node], by: str) -> None:
+    a, n = node("a", security=None), 20
+    with zmq.Context() as context, context.socket(zmq.ROUTER if by == "link" else zmq.DEALER) as slow:
+        slow.linger, slow.rcvhwm, slow.rcvbuf = 0, 1, 1 << 16
+        if by == "link":
+            address = f"127.0.0.1:{slow.bind_to_random_port('tcp://127.0.0.1')}"
+            a.transport.send_control(address, [b"x"])
+            pump(lambda: slow.poll(0), a)
+            slow.recv_multipart()
+        else:
+            slow.connect(f"tcp://{a.address}")
+            slow.send(b"x")
+            pump(lambda: a.messages(), a)
+        route = next((e.route for e in a.events if isinstance(e, Incoming)), None)
+        for i in range(n):
+            frames = [b"%d" % i, bytes(1 << 20)]
+            assert a.transport.send_control(address, frames) if route is None else a.transport.reply(route, frames)
+        closer = threading.Thread(target=a.transport.close, args=(WAIT_S,))
+        closer.start()
+        for i in range(n):
+            assert slow.poll(WAIT_S * 1000) and slow.recv_multipart()[-2] == b"%d" % i
+        closer.join(WAIT_S)
+        assert not closer.is_alive()
+
+
 def test_close_tries_those_once_more_who_were_not_there(node: Callable[..., Node]) -> None:
     """One that had been restarted in its place never heard that the other left: its link had failed a moment before."""
     a, (address,) = node("a"), free_addresses(1)
@@ -538,6 +574,33 @@ def test_close_leaves_no_thread_and_no_port(node: Callable[..., Node]) -> None:
     # One that was joined is listed until the kernel has taken it away.
     wait_until(lambda: set(os.listdir("/proc/self/task")) <= before, WAIT_S, "no thread is left")
     node("c", a.address)
+
+
+def test_a_long_poll_ends_when_there_is_something_to_do(node: Callable[..., Node]) -> None:
+    a, b, (nobody,) = node("a", security=None), node("b", security=None), free_addresses(1)
+    began = time.monotonic()
+    a.transport.send_control(nobody, [b"x"])
+    while len(a.link_kinds(nobody)) < 3:
+        a.events += a.transport.poll(WAIT_S)
+    a.transport.forget(nobody)
+    for _ in range(4 * lanes.CONTROL_SEND_HWM):
+        assert a.transport.send_control(b.address, [bytes(10_000)])
+    while a.transport._controls[b.address].pending:
+        a.transport.poll(WAIT_S)
+    assert time.monotonic() - began < WAIT_S
+
+
+def test_a_bulk_link_with_nothing_to_send_ends_no_poll(node: Callable[..., Node]) -> None:
+    """There is room on it all the time: a processor would be busy with that."""
+    a, b = node("a"), node("b")
+    pump(lambda: a.transport.send_bulk(b.bulk_address, [b"x"]), a, b)
+
+    def rests() -> bool:
+        began = time.monotonic()
+        a.transport.poll(0.1)
+        return time.monotonic() - began > 0.05
+
+    assert any(rests() for _ in range(20))
 
 
 def test_wake_ends_a_poll_in_another_thread(node: Callable[..., Node]) -> None:

@@ -94,7 +94,7 @@ class Door:
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self._guests.pop((index, event["value"]), None)
                 else:
-                    self._came(index, event["value"])
+                    self._came(index, event["value"], int(event["endpoint"].rpartition(b":")[2]))
         return reached
 
     def inspect(self, now: float) -> None:
@@ -120,12 +120,13 @@ class Door:
             self._spare.close()
         self.monitors = []
 
-    def _came(self, index: int, fd: int) -> None:
+    def _came(self, index: int, fd: int, port: int) -> None:
+        """port: of the listening socket. Where `fd` leads from another one, it is the number of another file by now."""
         self._guests.pop((index, fd), None)  # whose end was not told yet
         if self.strangers_max is None:
             return
         with self._spare.duplicate(fd) as sock:
-            peer = tcp.peer_of(sock) if sock is not None else None
+            peer = tcp.peer_of(sock) if sock is not None and sock.getsockname()[1] == port else None
         if peer is not None:
             self._guests[index, fd] = peer
             if len(self._guests) > self.strangers_max:
@@ -154,7 +155,7 @@ class Door:
             site = _site(self._guests[key][0])
             ranks[key] = younger[site]
             younger[site] += 1
-        order = sorted(ranks, key=ranks.__getitem__, reverse=True)
+        order = sorted(keys, key=ranks.__getitem__, reverse=True)
         if not self.shut:
             log.warning(
                 "more than %d connections at once, most from %s, do not say that they know the run key: the oldest are "

@@ -8,9 +8,10 @@ What libzmq (4.3.5) really emits on a monitor, and what this file makes of it:
 
 | what happened                    | events                                                     | kind             |
 |----------------------------------|------------------------------------------------------------|------------------|
-| nobody listens there             | CONNECT_DELAYED, CLOSED                                    | refused          |
+| nobody listens there             | CONNECT_DELAYED, CLOSED (hence `knock`)                    | refused          |
+| no host there, no way to it      | the same                                                   | unreached        |
 | no answer at all                 | the same, after the connect timeout                        | unreached        |
-| no route, no IPv6 here           | CLOSED, or nothing (hence `_OVERDUE_S`)                    | one or the other |
+| no route, no IPv6 here           | CLOSED, or nothing (hence `_OVERDUE_S`)                    | unreached        |
 | other run key or run name        | CONNECTED, HANDSHAKE_FAILED_NO_DETAIL (EPIPE, ECONNRESET)  | auth_failed      |
 | refused by the other side's ZAP  | CONNECTED, HANDSHAKE_FAILED_AUTH (400)                     | auth_failed      |
 | only one side has a key          | CONNECTED, HANDSHAKE_FAILED_PROTOCOL (mechanism mismatch), | auth_failed      |
@@ -45,6 +46,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from dlc.comm import tcp
 from dlc.comm.addresses import Resolver, is_loopback, is_numeric, join_address, parse_address
+from dlc.comm.knock import Knock, why
 from dlc.comm.lanes import (
     BULK_FRAME_BYTES_MAX,
     BULK_KEEPALIVE,
@@ -150,6 +152,8 @@ class Link:
         self.host, self._port = parse_address(address)
         self.socket: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
+        self.knock: Knock | None = None
+        """An attempt has failed, and this is to show why. In place of `socket` and `monitor`."""
         self.pending: deque[list[bytes]] = deque()
         self.used_at = -math.inf
         """When somebody last had a use for it."""
@@ -194,13 +198,13 @@ class Link:
         self._resolving = False
         self._failures = 0
         self._retry_at: float | None = 0.0
-        self._opened_at = 0.0
+        self._opened_at = self._overdue_at = 0.0
 
     def deadline(self) -> float | None:
         """When `advance` next has something to do."""
         if self._retry_at is not None:
             return self._retry_at
-        return None if self.up or self._resolving else self._opened_at + _OVERDUE_S
+        return None if self.up or self._resolving else self._overdue_at
 
     def unused(self, now: float) -> bool:
         """It is down, and nobody waits for it: of those that are dead there may be ever more."""
@@ -211,8 +215,9 @@ class Link:
         while self._kept_at and now >= self._kept_at[0] + UNUSED_S:
             self._unkeep()
         if self._retry_at is None:
-            if not self.up and not self._resolving and now >= self._opened_at + _OVERDUE_S:
-                return self._fail("unreached", "nothing was heard of the attempt to connect", now)
+            if not self.up and not self._resolving and now >= self._overdue_at:
+                why = "no answer" if self.knock is not None else "nothing was heard of the attempt to connect"
+                return self._fail("unreached", why, now)
             return []
         if now < self._retry_at:
             return []
@@ -368,6 +373,9 @@ class Link:
         if self._tcp is not None:
             self._tcp.close()
             self._tcp = None
+        if self.knock is not None:
+            self.knock.close()
+            self.knock = None
         if self.socket is None:
             return
         self.socket.monitor(None, 0)
@@ -378,7 +386,7 @@ class Link:
 
     def _open(self, now: float) -> list[LinkEvent]:
         host = self._candidates[self._candidate]
-        self._opened_at, self.starved = now, False
+        self._opened_at, self._overdue_at, self.starved = now, now + _OVERDUE_S, False
         try:
             self.socket = self._context.socket(zmq.DEALER)
             set_lane_options(self.socket, self.lane)
@@ -466,8 +474,26 @@ class Link:
         if event == zmq.EVENT_CLOSED and not self.up:
             if now - self._opened_at >= CONNECT_TIMEOUT_S:
                 return self._fail("unreached", "no answer", now)
-            return self._fail("refused", "nobody listens there, or no way to it", now)
+            return self._ask_why(now)
         return []
+
+    def _ask_why(self, now: float) -> list[LinkEvent]:
+        """An attempt has failed."""
+        self.close()
+        self._overdue_at = now + CONNECT_TIMEOUT_S
+        try:
+            self.knock = Knock(self._candidates[self._candidate], self._port)
+        except OSError as error:
+            self.starved = error.errno in (errno.EMFILE, errno.ENFILE)
+            return self._fail("unreached", f"no attempt could be made: {error.strerror}", now)
+        return self.look(now)
+
+    def look(self, now: float) -> list[LinkEvent]:
+        """What has come of `knock`, if there is one."""
+        error = self.knock.error() if self.knock is not None else None
+        if error is None:
+            return []
+        return self._fail("refused" if error == errno.ECONNREFUSED else "unreached", why(error), now)
 
     def _fail(self, kind: LinkKind, detail: str, now: float) -> list[LinkEvent]:
         """Close, choose the next candidate and the time to try it."""

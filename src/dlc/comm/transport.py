@@ -431,6 +431,8 @@ class Transport:
                 if events:
                     watched.append((link.socket, events))
                 watched.append((link.monitor, _POLLIN))
+            if link.knock is not None:
+                watched.append((link.knock.fileno(), _POLLOUT))
         return dict(zmq.zmq_poll(watched, math.ceil(timeout_s * 1000)))
 
     def _serve(self, ready: dict[Any, int], now: float) -> None:
@@ -449,6 +451,8 @@ class Transport:
         for link in self._links():
             if link.monitor is not None and link.monitor in ready:
                 self._note(link, link.read_monitor(now))
+            if link.knock is not None:
+                self._note(link, link.look(now))
             if link.pending:
                 link.flush()
 
