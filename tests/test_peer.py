@@ -443,12 +443,15 @@ def test_who_finds_only_another_version_of_dlc_is_told_which_one_and_ends(
     with of_another_version(protocol) as address:
         with pytest.raises(JoinError, match=f"is at {address} .it speaks {said}"):
             Peer.join([address], join_timeout_s=JOIN_S)
+        assert said not in caplog.text, "told twice"
         with pytest.raises(UnreachableError, match=f"{address} answered: it speaks {said}"):
             status([address], timeout_s=JOIN_S)
         caplog.clear()
         with Peer.join() as first, Peer.join([address, first.address], join_timeout_s=JOIN_S):
             assert [m.id for m in status([address, first.address])]
-            wait_until(lambda: f"dropped a frame from {address}: it speaks {said}" in caplog.text)
+            wait_until(lambda: said in caplog.text)
+        (line,) = (r.getMessage() for r in caplog.records if said in r.getMessage())
+        assert line.startswith((f"going on without {address} (it", f"dropped a frame from {address}: it"))
 
 
 def test_a_peer_whose_bulk_port_is_closed_is_told_and_so_are_the_others(
