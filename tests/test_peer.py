@@ -10,7 +10,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,11 @@ from dlc import peer as peer_module
 from dlc.addresses import outbound_host
 from dlc.comm import driver, entries, links, waiting
 from dlc.comm.addresses import parse_address
-from dlc.comm.catalogue import CODES
 from dlc.comm.clock import clock
 from dlc.comm.driver import SWITCH_NEAR_S, Driver, Reply
 from dlc.comm.effects import Effect
 from dlc.comm.events import HistoryLost, MemberDown, RoundDone, Waiting
 from dlc.comm.filling import Filling
-from dlc.comm.framing import Envelope
 from dlc.comm.grid import LOOPBACK_CHUNK_ELEMS
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Incoming
@@ -40,7 +38,6 @@ from dlc.comm.messages import PROTOCOL_VERSION, Welcome
 from dlc.comm.node import Node
 from dlc.comm.security import generate_run_key
 from dlc.comm.transport import Transport
-from dlc.comm.wire import pack
 from dlc.errors import (
     DlcError,
     JoinError,
@@ -58,7 +55,17 @@ from dlc.report import RoundReport
 from dlc.runspec import RunSpec
 from dlc.sim.toy import ToyState
 from tests.helpers import TICK_S, wait_until
-from tests.swarm import JOIN_S, PATIENT, QUICK, ROUND_S, free_addresses, lines_interrupted, swarm, together
+from tests.swarm import (
+    JOIN_S,
+    PATIENT,
+    QUICK,
+    ROUND_S,
+    free_addresses,
+    lines_interrupted,
+    of_another_version,
+    swarm,
+    together,
+)
 
 KEY = generate_run_key()
 WAIT_S = 30.0
@@ -410,28 +417,6 @@ def test_a_connection_on_which_no_answer_comes_is_not_called_one_that_could_not_
         silent.close(0.0)
     assert why in str(error.value)
     assert ("as on one before" in str(error.value)) == ends
-
-
-@contextlib.contextmanager
-def of_another_version(protocol: int) -> Iterator[str]:
-    """Somebody at this address answers whatever comes in words of that protocol version."""
-    listens, over = Transport("127.0.0.1:0", security=None, ident=b"other"), threading.Event()
-    words = [pack(Envelope(protocol, bytes(8), Voter("", 1), CODES[Welcome])), b"of another shape"]
-
-    def answer() -> None:
-        while not over.is_set():
-            for event in listens.poll(0.01):
-                if isinstance(event, Incoming) and event.route is not None:
-                    listens.reply(event.route, words)
-
-    with ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(answer)
-        try:
-            yield f"127.0.0.1:{listens.control_port}"
-        finally:
-            over.set()
-            answers.result()
-            listens.close(0.0)
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
