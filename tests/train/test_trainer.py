@@ -209,6 +209,15 @@ def test_stop_leaves_saves_and_contributes_nothing_half_done(spec: RunSpec, tmp_
     assert torch.equal(run.params(), run.peer.theta())
 
 
+def test_steps_that_the_last_round_left_out_are_not_said_to_be_trained_anew(spec: RunSpec, tmp_path: Path) -> None:
+    """They were, though nobody trains any more."""
+    run = Run(FakePeer(spec), tmp_path)
+    run.on_step = {(spec.rounds - 1) * H + 2: run.peer.pass_round}
+    run.go()
+    (dropped,) = run.all("work_dropped")
+    assert (dropped["t"], dropped["steps"], dropped["others"]) == (spec.rounds, 2, False)
+
+
 def test_a_round_that_passes_while_it_stops_is_in_the_model_the_checkpoint_and_the_summary(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
