@@ -634,6 +634,9 @@ def test_rounds_that_are_in_the_checkpoint_already_are_not_told_again(spec: RunS
     summary = run.go()
     assert [event["t"] for event in run.all("round")] == [3] and summary.bytes_sent == 10
     assert [event["t"] for event in run.all("validation")] == [2, 3], "where it goes on, and at the end"
+    over = Run(FakePeer(longer), tmp_path, resume=saves.newest(tmp_path, longer))
+    assert over.go().t == 3 and not over.all("step")
+    assert [event["t"] for event in over.all("validation")] == [3], "where these are one, once"
 
 
 def test_every_round_is_told_once_where_another_history_wins(spec: RunSpec, tmp_path: Path) -> None:
