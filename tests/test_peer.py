@@ -702,7 +702,9 @@ def test_status_of_one_that_is_reached_and_gives_no_answer_names_another_version
         asks = pool.submit(status, [address], timeout_s=JOIN_S)
         with contextlib.closing(asked(address)):
             over.set()
-            with pytest.raises(UnreachableError, match="no answer has come, as from another version of dlc"):
+            with pytest.raises(
+                UnreachableError, match="no answer has come, as from another version of dlc, or `dlc bench serve`"
+            ):
                 asks.result()
 
 
