@@ -27,8 +27,15 @@ from typing import Any
 
 import torch
 
-from dlc.comm.security import generate_run_key
+from dlc.comm.catalogue import CODES
+from dlc.comm.framing import Envelope
+from dlc.comm.ids import Voter
+from dlc.comm.lanes import Incoming
+from dlc.comm.messages import Hello, Welcome
+from dlc.comm.security import LinkSecurity, generate_run_key
 from dlc.comm.timeouts import Timeouts
+from dlc.comm.transport import Transport
+from dlc.comm.wire import pack, unpack
 from dlc.errors import DlcError
 from dlc.peer import Peer
 from dlc.report import RoundReport
@@ -262,6 +269,32 @@ def work(settings: dict[str, Any]) -> None:
 
 def _tell(name: str, **fields: Any) -> None:
     print(json.dumps({"event": name, **fields}), flush=True)
+
+
+@contextmanager
+def of_another_version(protocol: int, security: LinkSecurity | None = None) -> Iterator[str]:
+    """Somebody at this address answers each HELLO in words of that protocol version."""
+    listens, over = Transport("127.0.0.1:0", security=security, ident=b"other"), threading.Event()
+    words = [pack(Envelope(protocol, bytes(8), Voter("", 1), CODES[Welcome])), b"of another shape"]
+
+    def answer() -> None:
+        while not over.is_set():
+            for event in listens.poll(0.01):
+                if isinstance(event, Incoming) and event.route is not None and _is_hello(event):
+                    listens.reply(event.route, words)
+
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(answer)
+        try:
+            yield f"127.0.0.1:{listens.control_port}"
+        finally:
+            over.set()
+            answers.result()
+            listens.close(0.0)
+
+
+def _is_hello(event: Incoming) -> bool:
+    return unpack(event.frames[0], Envelope).code == CODES[Hello]
 
 
 if __name__ == "__main__":

@@ -119,6 +119,8 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["train"], "invalid choice: 'train'"),
         (["join", "--peer", "127.0.0.1:1"], "unrecognized arguments: --peer 127.0.0.1:1; did you mean --peers?"),
         (["join", "--peer=127.0.0.1:1"], "did you mean --peers?"),
+        (["join", "--codec", "int8"], "--codec int8; codec is an option of RUN.toml, the file that --config names"),
+        (["join", "--batch-size=4"], "; inner.batch_size is an option of RUN.toml"),
         (["bench", "codec", "--devise", "cpu"], "dlc bench codec: unrecognized arguments: --devise cpu; did you mean"),
         (["key", "run.key"], "dlc key: unrecognized arguments: run.key (`dlc key --help` tells more)\n"),
         (["join", "--rounds", "-1"], "negative"),

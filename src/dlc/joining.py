@@ -186,7 +186,10 @@ def introduce(
             log.warning("%s", _still(lobby, failures, clock() - began))
         changed.wait(0.05)
         changed.clear()
-    driver.on_link = lambda event: None
+    else:
+        if passed := tuple(a for a in lobby.silent() if _other_version(failures.get(a))):
+            log.warning("going on without %s", _tried(passed, failures))
+    driver.on_link = None
     answers = {a: t.answer for a, t in (*lobby.tries.items(), *lobby.known.items()) if t.answer is not None}
     return Reception(_agreed(lobby, spec, run), answers, _records(answers), _observed(answers))
 

@@ -25,7 +25,9 @@ ASK_AGAIN_S = 0.5
 STATUS_BYTES_MAX = 4096
 """A longer status is not shown."""
 UNANSWERED = "connected, but no answer has come"
-OTHER_VERSION = "as from another version of dlc, whose log says so: have the same one on all hosts"
+OTHER_VERSION = (
+    "as from another version of dlc, or `dlc bench serve`, whose log says so: have the same one on all hosts"
+)
 """What an address may be that is connected, and does not answer: what another version sends is dropped there."""
 
 

@@ -15,13 +15,20 @@ import dlc.bench.transfer as transfer_module
 from dlc.bench.host import Host
 from dlc.bench.link import Budget, LinkReport, StreamRates, measure
 from dlc.bench.stream import MeasureFailed, Stopped
+from dlc.comm.catalogue import CODES
+from dlc.comm.framing import Envelope
+from dlc.comm.ids import Voter
+from dlc.comm.lanes import Incoming
 from dlc.comm.measures import MeasureData, MeasurePull, MeasurePush
-from dlc.comm.messages import Message
+from dlc.comm.messages import PROTOCOL_VERSION, Hello, Message
 from dlc.comm.security import LinkSecurity
+from dlc.comm.transport import Transport
+from dlc.comm.wire import pack, unpack
 from dlc.errors import UnreachableError, UsageError, WrongKeyError
 from dlc.peer import Peer
 from tests.bench.sites import KEYED, OTHER, WAIT_S, patient, reached_by_polls, serving
 from tests.helpers import wait_until
+from tests.swarm import of_another_version
 
 SMALL = Budget(400.0, 16_000_000, (1, 2))
 """It ends with its bytes, in less than a second: its time is for a machine that stands still in between."""
@@ -105,8 +112,33 @@ def test_another_key_or_none_is_told_apart_from_nobody(monkeypatch: pytest.Monke
 
 def test_a_peer_of_a_run_is_told_from_a_site(monkeypatch: pytest.MonkeyPatch) -> None:
     reached_by_polls(monkeypatch, 3.0)
-    with Peer.join(key=bytes(32)) as peer, pytest.raises(UnreachableError, match="a peer of a run does not serve"):
+    with Peer.join(key=bytes(32)) as peer, pytest.raises(UnreachableError, match="a peer of a run, which serves no"):
         measure(peer.address, KEYED, SMALL)
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
+def test_who_meets_another_version_is_told_both(protocol: int) -> None:
+    """It was told to have the same version there as here, and neither which one is here nor there."""
+    said = f"answered: it speaks protocol version {protocol}, and this dlc {PROTOCOL_VERSION}"
+    with of_another_version(protocol, KEYED) as address, pytest.raises(UnreachableError, match=f"{address} {said}"):
+        measure(address, KEYED, SMALL)
+
+
+def test_a_site_tells_who_asks_in_another_version_which_one_it_is_of() -> None:
+    with serving() as site:
+        asks = Transport("127.0.0.1:0", security=KEYED, ident=b"other")
+        hello = pack(Envelope(PROTOCOL_VERSION + 1, bytes(8), Voter("", 1), CODES[Hello]))
+        asks.send_control(site.address, [hello, b"of another shape"])
+        told = list[int]()
+
+        def heard() -> object:
+            frames = [event.frames[0] for event in asks.poll(0.01) if isinstance(event, Incoming)]
+            told.extend(unpack(frame, Envelope).protocol for frame in frames)
+            return told
+
+        wait_until(heard, WAIT_S)
+        asks.close(0.0)
+    assert told == [PROTOCOL_VERSION]
 
 
 def test_a_closed_bulk_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,9 +111,29 @@ def test_one_helper_alone_serves_and_says_that_it_has_no_standby() -> None:
     net = swarm(1, 1)
     net.exchange({"t0": ones()})
     assert torch.equal(net.processes["t0"].service.theta, torch.ones(NUMEL))
-    said = [n.text for n in net.processes["h0"].news if "no standby" in getattr(n, "text", "")]
-    alone = [int(span) for text in said for span in re.findall(r"\d+", text)]
-    assert sorted(alone) == sorted(net.processes["h0"].service.seats) and len(alone) > len(said), "not a line for each"
+    net.run(5.0)
+    said = [n.text for n in net.processes["h0"].news if isinstance(n, serverpeer.Notice)]
+    (alone,) = (text for text in said if "no standby" in text)
+    assert alone.startswith("spans 0 to 3 have no standby now"), "in one line, though the first span came before others"
+
+
+def test_what_becomes_of_many_spans_at_once_is_said_in_one_line() -> None:
+    """Helpers wrote a line for each of their spans, at the beginning, and whenever another died or left."""
+    net = swarm(2, 1)
+    net.exchange({"t0": ones()})
+    net.until(lambda: len(net.processes["h1"].service.owned) == 2, 60.0, "half of the spans each")
+    net.run(5.0)
+    for name in ("h0", "h1"):
+        (began,) = (n.text for n in net.processes[name].news if "mine now" in getattr(n, "text", ""))
+        assert re.fullmatch(r"spans? [\d, to]+: mine now .version \d.", began), began
+    first = net.processes["h0"]
+    before = len(first.news)
+    net.kill(net.processes["h1"])
+    net.until(lambda: len(first.service.owned) == 4, 60.0, "all at the one that is left")
+    net.run(5.0)
+    texts = [n.text for n in first.news[before:] if isinstance(n, serverpeer.Notice)]
+    assert len(texts) == 2 and re.fullmatch(r"spans? [\d, to]+: mine now .version 1.", texts[0]), texts
+    assert texts[1].startswith("spans 0 to 3 have no standby now")
 
 
 def test_whose_standby_left_says_so_only_where_somebody_trains() -> None:
@@ -130,7 +150,7 @@ def test_whose_standby_left_says_so_only_where_somebody_trains() -> None:
     net.start("t1")
     net.until(lambda: warned(last), 30.0, "somebody trains again")
     (text,) = warned(last)
-    assert text.startswith("spans 0, 1, 2, 3 have no standby now")
+    assert text.startswith("spans 0 to 3 have no standby now")
 
 
 STEPS: dict[str, type] = {

@@ -428,8 +428,8 @@ def test_what_is_left_out_of_a_folder(tmp_path: Path, caplog: pytest.LogCaptureF
     for _ in ("to check them", "to read them"):
         assert [name for name, _ in documents(folder)] == ["a.txt", "below/b.txt", "h.txt"]
     assert len(caplog.messages) == 2, "each is told once"
-    assert f"4 files of {folder} with other suffixes are left out (.gz 2, " in caplog.messages[0]
-    assert f"1 linked folders of {folder} are left out (below/lang)" in caplog.messages[1]
+    assert f"left out of {folder}, for other suffixes: 4 files (.gz 2, " in caplog.messages[0]
+    assert f"left out of {folder}: 1 linked folder (below/lang)" in caplog.messages[1]
 
 
 def test_the_hash_of_files_tells_where_one_ends_and_what_it_is(tmp_path: Path) -> None:

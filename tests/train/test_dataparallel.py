@@ -136,11 +136,14 @@ def test_a_gradient_that_is_late_is_dropped_and_its_blocks_are_trained_again(
     tmp_path: Path, batches: dict[int, list[list[Tensor]]]
 ) -> None:
     run = Run(FakePeer(spec_in(tmp_path)), tmp_path / "state")
-    run.peer.misses = ["", "late"]
+    run.peer.misses = ["", "late", *[""] * (ROUNDS - 3), "late"]
     summary = run.go()
+    assert [(e["t"], e["others"]) for e in run.all("work_dropped")] == [(2, True), (ROUNDS, False)], (
+        "the run is over then"
+    )
     made = batches[threading.get_ident()]
     assert all(torch.equal(a, b) for a, b in zip(made[1], made[2], strict=True))
-    assert len(made) == ROUNDS and summary.tokens == (ROUNDS - 1) * 64 and summary.setbacks.tokens_dropped == 64
+    assert len(made) == ROUNDS and summary.tokens == (ROUNDS - 2) * 64 and summary.setbacks.tokens_dropped == 2 * 64
     assert [event["counted"] for event in run.all("round")][:3] == [True, False, True]
 
 

@@ -209,6 +209,15 @@ def test_stop_leaves_saves_and_contributes_nothing_half_done(spec: RunSpec, tmp_
     assert torch.equal(run.params(), run.peer.theta())
 
 
+def test_steps_that_the_last_round_left_out_are_not_said_to_be_trained_anew(spec: RunSpec, tmp_path: Path) -> None:
+    """They were, though nobody trains any more."""
+    run = Run(FakePeer(spec), tmp_path)
+    run.on_step = {(spec.rounds - 1) * H + 2: run.peer.pass_round}
+    run.go()
+    (dropped,) = run.all("work_dropped")
+    assert (dropped["t"], dropped["steps"], dropped["others"]) == (spec.rounds, 2, False)
+
+
 def test_a_round_that_passes_while_it_stops_is_in_the_model_the_checkpoint_and_the_summary(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -625,6 +634,9 @@ def test_rounds_that_are_in_the_checkpoint_already_are_not_told_again(spec: RunS
     summary = run.go()
     assert [event["t"] for event in run.all("round")] == [3] and summary.bytes_sent == 10
     assert [event["t"] for event in run.all("validation")] == [2, 3], "where it goes on, and at the end"
+    over = Run(FakePeer(longer), tmp_path, resume=saves.newest(tmp_path, longer))
+    assert over.go().t == 3 and not over.all("step")
+    assert [event["t"] for event in over.all("validation")] == [3], "where these are one, once"
 
 
 def test_every_round_is_told_once_where_another_history_wins(spec: RunSpec, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from dlc.bench.limits import BUSY_S, TAG
 from dlc.bench.transfer import PING_LOST_S, STALL_S, Pinger, Transfer
 from dlc.comm.addresses import join_address, parse_address
 from dlc.comm.clock import clock
-from dlc.comm.framing import decode, encode
+from dlc.comm.framing import OtherVersion, decode, encode
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Event, Incoming, LinkEvent, Writable
 from dlc.comm.measures import MeasureAnswer, MeasureClose, MeasureCount, MeasureOpen, MeasurePing
-from dlc.comm.messages import Message
+from dlc.comm.messages import PROTOCOL_VERSION, Hello, Message, Welcome
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
 from dlc.comm.window import CHUNK_BYTES_MAX
@@ -31,6 +31,8 @@ from dlc.errors import DlcError, JoinError, ProtocolError, UnreachableError, Wro
 POLL_S_MAX = 0.1
 """Until `stop` is noticed."""
 ASK_AGAIN_S = 0.5
+WHO_AFTER = 4
+"""Times that a site which was reached has not answered; from then on it is asked what it is, too."""
 OPEN_S = 10.0
 """To reach a site: a connection attempt that lost two packets, and a handshake."""
 AUTH_FAILURES = 2
@@ -76,6 +78,7 @@ class Stream:
         self._passable = False  # or on another one to that port
         self._counted = 0
         self._kept_alive_at = 0.0
+        self._other_version: OtherVersion | None = None
 
     def close(self) -> None:
         """Let go of everything; a session that was asked for is ended."""
@@ -88,15 +91,17 @@ class Stream:
         MeasureFailed."""
         busy_s = BUSY_S if self._busy_s is None else self._busy_s
         begin = clock()
-        asked_at, failures, last, busy = -1e9, 0, "", False
+        asked_at, asked, failures, last, busy = -1e9, 0, 0, "", False
         while True:
             now = clock()
             limit_s = busy_s if busy else OPEN_S
             if now >= begin + limit_s:
                 raise _no_answer(self._address, limit_s, busy, self._connected, last)
             if now >= asked_at + ASK_AGAIN_S and (self._connected or asked_at < 0):
-                asked_at, self._asked = now, True
+                asked_at, asked, self._asked = now, asked + 1, True
                 self._send(MeasureOpen(self._session, seconds, bytes_max))
+                if asked > WHO_AFTER and not busy:
+                    self._send(Hello(PROTOCOL_VERSION, "", b"", None, self._address))
             for event in self._poll(ASK_AGAIN_S):
                 if isinstance(event, LinkEvent):
                     failures += event.kind == "auth_failed"
@@ -104,6 +109,10 @@ class Stream:
                     if failures >= AUTH_FAILURES:
                         raise WrongKeyError(wrong_key(self._address, self._has_key))
                 answer = self._message(event)
+                if self._other_version is not None:
+                    raise UnreachableError(f"{self._address} answered: {self._other_version}")
+                if isinstance(answer, Welcome):
+                    raise _unserved(self._address, "a peer of a run, which serves no measurements, listens there")
                 if not isinstance(answer, MeasureAnswer) or answer.session != self._session:
                     continue
                 if answer.refusal:
@@ -220,7 +229,8 @@ class Stream:
             return None
         try:
             return decode(event.frames, TAG)[1]
-        except ProtocolError:
+        except ProtocolError as error:
+            self._other_version = error if isinstance(error, OtherVersion) else self._other_version
             return None
 
 
@@ -242,12 +252,16 @@ def _no_answer(address: str, limit_s: float, busy: bool, connected: bool, detail
     if busy:
         return SiteBusy(f"{address} was busy with other measurements for {limit_s:g} s; try again later")
     if connected:
-        return UnreachableError(
-            f"{address} was reached, but does not answer measurements: run `dlc bench serve` there, on a port of its "
-            "own (a peer of a run does not serve them), of the same version as here"
-        )
+        return _unserved(address, f"it was reached, and did not answer for {limit_s:g} s")
     why = f" ({detail})" if detail else ""
     return UnreachableError(
         f"no answer within {limit_s:g} s from {address}{why}; "
         "check the address, that `dlc bench serve` runs there, and that its port is open"
+    )
+
+
+def _unserved(address: str, why: str) -> UnreachableError:
+    return UnreachableError(
+        f"nobody serves measurements at {address} ({why}): run `dlc bench serve` there, on a port of its own, of the "
+        "same version as here"
     )

@@ -67,7 +67,8 @@ def help_out(
         if now != said and (now[:2] != said[:2] or as_json or looks >= SAY_EVERY):
             said, looks = now, 0
             lines.take({"event": "serving", "owned": list(owned), "standby": list(backed), "t": step})
-            log.info("owner of %d spans, standby of %d, round %d", len(owned), len(backed), step)
+            spans = "1 span" if len(owned) == 1 else f"{len(owned)} spans"
+            log.info("owner of %s, standby of %d, round %d", spans, len(backed), step)
         trainers = [m for m in peer.members() if m.alive and not m.left and m.role == TRAINER]
         if spec.rounds and step >= spec.rounds and not trainers:
             log.info("the run is over, and all trainers have left")

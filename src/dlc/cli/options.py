@@ -94,17 +94,29 @@ class Parser(argparse.ArgumentParser):
         """Nothing is left over for the parser above, which would not know what options there are."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            names = [
-                name for action in self._actions for name in action.option_strings if action.help != argparse.SUPPRESS
-            ]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0].partition('=')[0])}")
         return known, unknown
+
+    def _hint(self, word: str) -> str:
+        """What may have been meant by that option."""
+        if self.prog == "dlc join" and (of_run := _of_run(word)):
+            return f"; {' or '.join(of_run)} is an option of RUN.toml, the file that --config names"
+        names = [name for action in self._actions for name in action.option_strings if action.help != argparse.SUPPRESS]
+        near = difflib.get_close_matches(word, names, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
         """One line, as of every error: argparse puts all options before it, a dozen lines."""
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` tells more)\n")
+
+
+def _of_run(word: str) -> list[str]:
+    """Options of a RunSpec that have the name of this option of a command line."""
+    from dlc.options import dotted_names
+    from dlc.runspec import RunSpec
+
+    name = word.lstrip("-").replace("-", "_")
+    return [known for known in dotted_names(RunSpec) if name in (known, known.rpartition(".")[2])]
 
 
 def parser(demo_wanted: bool) -> Parser:

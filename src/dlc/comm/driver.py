@@ -125,7 +125,8 @@ class Driver:
         self.transport, self.me = transport, me
         self.on_event = on_event
         """Called on the driver thread with each event; must be quick and must not raise."""
-        self.on_link: Callable[[LinkEvent], None] = lambda event: None
+        self.on_link: Callable[[LinkEvent], None] | None = None
+        """Called on the driver thread with each event of a link; then it tells of another version, and not the log."""
         self.on_reached: Callable[[str, float], None] = lambda host, now: None
         """Called on the driver thread with the host of `Reached`, and the time."""
         self.on_stop: Callable[[], None] = lambda: None
@@ -413,27 +414,29 @@ class Driver:
             if self._bulk is not None and self._bulk.torn:
                 raise
             self.bad_frames += 1
-            if self.bad_frames % LOG_BAD_FRAMES_EVERY == 1:
+            told = isinstance(error, OtherVersion) and self._part_ways(event, error)
+            if not told and self.bad_frames % LOG_BAD_FRAMES_EVERY == 1:
                 whose = event.address or event.observed_host
                 log.warning("dropped a frame from %s: %s (%d so far)", whose, error, self.bad_frames)
-            if isinstance(error, OtherVersion):
-                self._part_ways(event, error)
             return
         self.perform(effects, event.route, event.observed_host)
 
-    def _part_ways(self, event: Incoming, error: OtherVersion) -> None:
+    def _part_ways(self, event: Incoming, error: OtherVersion) -> bool:
         """Whoever asks is answered in words that it does not take, but for what version they are of; and where I have
-        asked, I am told of such an answer."""
+        asked, I am told of such an answer. True: `on_link` has it."""
         if event.route is not None and event.lane == "control" and error.hello:
             self._answer(event.route, Welcome(PROTOCOL_VERSION, "", b"", None, (), "", ""), "")
-        elif event.address is not None:
-            self.on_link(LinkEvent(event.address, "other_version", str(error)))
+        elif event.address is not None and (on_link := self.on_link) is not None:
+            on_link(LinkEvent(event.address, "other_version", str(error)))
+            return True
+        return False
 
     def _link_event(self, event: LinkEvent) -> None:
         peer = self._addresses.get(event.address)
         if event.kind == "refused" and peer is not None and self._bulk is not None:
             self.perform(self._bulk.refused(peer, clock()))
-        self.on_link(event)
+        if (on_link := self.on_link) is not None:
+            on_link(event)
 
     # ---------------------------------------------------------------- bulk
 

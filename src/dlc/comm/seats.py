@@ -12,6 +12,7 @@ from dlc.comm.servermessages import Stake, Update
 from dlc.comm.serverpeer import ServerMembers, ServerPeer
 from dlc.comm.spanowner import SpanOwner
 from dlc.comm.spanstate import Optimizer, SpanState
+from dlc.comm.tidings import Tidings
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Host(ServerPeer):
         super().__init__(members, now)
         self.optimizer, self.began = optimizer, now
         self.seats: dict[int, Seat] = {}
+        self.tidings = Tidings()
 
     def bulk_peers(self) -> list[PeerId]:
         return [v.peer for v in self.living(HELPER, TRAINER) if v != self.me]

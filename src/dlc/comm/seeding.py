@@ -119,5 +119,5 @@ class Seeder:
         state.version, state.step, state.rounds = stake.version, stake.step, float(stake.step)
         state.counted = table_of(stake.pushes, stake.version)
         seeding.state = state
-        what = "the first parameters" if not stake.version else f"version {stake.version}, its moments at zero,"
-        self.host.tell(Notice(f"span {span}: {what} taken from {giver}", serious=stake.version > 0))
+        what = "parameters with moments at zero" if stake.version else "the first parameters"
+        self.host.tidings.add(f"{what}, taken from {giver}", span, stake.version, self.host.now, stake.version > 0)

@@ -55,6 +55,7 @@ from dlc.comm.serverpeer import Notice, ServerMembers, layout_of, spans_of
 from dlc.comm.spanowner import Rules, SpanOwner
 from dlc.comm.spans import Assignment, assign, ranking
 from dlc.comm.spanstate import Optimizer
+from dlc.comm.tidings import WAIT_S, spans_text
 from dlc.comm.unreached import Unreached
 from dlc.errors import ProtocolError
 
@@ -89,6 +90,7 @@ class SpanServer(Host):
         """Helpers that move the parameters in another way."""
         self._alone: set[int] = set()
         """Spans of mine that have just lost their standby, or found none."""
+        self._alone_since = now
         self._asked_at = float("-inf")
         self._spread_at, self._turn = now, 0
         self._helpers: tuple[PeerId, ...] = ()
@@ -215,6 +217,8 @@ class SpanServer(Host):
                 seat.owner.look()
             else:
                 self._look_at_other(span, seat, wanted)
+        for notice in self.tidings.due(self.now):
+            self.tell(notice)
         self._tell_alone()
 
     def _ask_views(self) -> None:
@@ -244,15 +248,14 @@ class SpanServer(Host):
     def _tell_alone(self) -> None:
         """In one line: a helper that is the only one has all of them. Not at the end of a run, which helpers leave one
         after the other: once somebody trains."""
-        if not self._alone or not self.living(TRAINER):
+        if not self._alone or self.now < self._alone_since + WAIT_S or not self.living(TRAINER):
             return
         alone = sorted(span for span in self._alone if (owner := self.seats[span].owner) is not None and owner.solo)
         self._alone.clear()
         if not alone:
             return
-        which = ", ".join(map(str, alone))
-        what = f"span {which} has" if len(alone) == 1 else f"spans {which} have"
-        self.tell(Notice(f"{what} no standby now: start another helper", True))
+        has = "has" if len(alone) == 1 else "have"
+        self.tell(Notice(f"{spans_text(alone)} {has} no standby now: start another helper", True))
 
     def _informed(self) -> bool:
         known = self.known()
@@ -316,6 +319,7 @@ class SpanServer(Host):
             self._claims.make(span, seat, owner.state, self.me, None)
         elif not owner.solo:
             owner.solo = True
+            self._alone_since = self._alone_since if self._alone else self.now
             self._alone.add(span)
             owner.make()
             owner.apply()
@@ -401,7 +405,7 @@ class SpanServer(Host):
             return
         seat.owner = SpanOwner(self, view, state, self.rules, partial(next, self._serial))
         seat.candidate = None
-        self.tell(Notice(f"span {view.span} is mine now, at version {state.version} (term {view.term})"))
+        self.tidings.add("mine now", view.span, state.version, self.now)
 
     def _step_down(self, view: SpanView, seat: Seat, owner: SpanOwner) -> None:
         owner.close()
@@ -410,7 +414,7 @@ class SpanServer(Host):
             seat.replica = Replica(view.owner, NO_ERA, owner.state)
         by_hand = view.term == owner.view.term + 1 and view.standby == self.me
         if not by_hand:
-            self.tell(Notice(f"span {view.span} is {view.owner}'s now (term {view.term}); mine is given up"))
+            self.tidings.add(f"{view.owner}'s now, and mine given up", view.span, owner.state.version, self.now)
 
 
 def _moves(owner: SpanOwner) -> bool:

@@ -129,7 +129,8 @@ class DataParallel:
             self._diverged = 0 if sound else self._diverged
             parts.calls.counted(pending.report.t, stop)
             return
-        parts.tell.work_dropped(self.position.t, 1, tokens, others=True)
+        at = self.position
+        parts.tell.work_dropped(at.t, 1, tokens, others=parts.spec.over(at.t, at.tokens) is None)
         if pending.report is not None and pending.report.refused(parts.peer.id):
             self._tell_diverged()
 

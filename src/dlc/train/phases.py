@@ -197,8 +197,8 @@ class Phases:
         self._in_step = self._passed = False
         self._begun = 0
         if lost:
-            self.ahead = True
-            self._tell.work_dropped(self._outer.position.t, lost, tokens, others=True)
+            self.ahead, at = True, self._outer.position
+            self._tell.work_dropped(at.t, lost, tokens, others=self._spec.over(at.t, at.tokens) is None)
 
     def _step(self, ahead: int | None = None) -> bool:
         """One inner step on the next blocks of the lease, of the present phase, or step `ahead` of the next one.

@@ -283,11 +283,15 @@ class _LeftOut:
         if self.suffixes:
             which = ", ".join(f"{suffix} {count}" for suffix, count in self.suffixes.most_common(SUFFIXES_TOLD))
             count = self.suffixes.total()
-            tell_once(f"{count} files of {root} with other suffixes are left out ({which})", logging.INFO)
+            tell_once(f"left out of {root}, for other suffixes: {_counted(count, 'file')} ({which})", logging.INFO)
         if self.linked:
             which = ", ".join(sorted(self.linked)[:SUFFIXES_TOLD])
-            what = f"{len(self.linked)} linked folders of {root} are left out ({which}): copy or mount them"
-            tell_once(what, logging.WARNING)
+            what = _counted(len(self.linked), "linked folder")
+            tell_once(f"left out of {root}: {what} ({which}): copy or mount what is to be read", logging.WARNING)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count} {what}s"
 
 
 def _walk(root: Path, skipped: set[str], suffixes: tuple[str, ...]) -> tuple[list[tuple[str, Path]], _LeftOut]:

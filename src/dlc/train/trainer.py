@@ -237,7 +237,8 @@ class Trainer:
         self._heard = [done for done in self._heard if done.report.t > position.t]
         self._saved_t = self._validated_t = position.t
         self._tell.synced(position.t)
-        if position.t == 0 or resume is not None:  # others know the loss already, and a newcomer has to hurry
+        knows = position.t > 0 and resume is None  # others told the loss already, and a newcomer has to hurry
+        if not knows and self.spec.over(position.t, position.tokens) is None:  # else the end tells it
             self._validate()
         self._to_save = True
 
