@@ -21,6 +21,7 @@ import dlc.comm.links as links
 from dlc.comm import tcp
 from dlc.comm.clock import clock
 from dlc.comm.effects import Pace
+from dlc.comm.lanes import Broken
 from dlc.comm.links import (
     CONGESTION_CONTROL,
     NEAR_CONGESTION_CONTROLS,
@@ -476,8 +477,10 @@ def test_a_link_is_connected_anew_only_where_that_is_better(
             a.transport.pace(b.bulk_address, None)
     kernel(sample)
     before = descriptor(a.transport, b.bulk_address)
+    assert a.transport.send_bulk(b.bulk_address, [b"x"])
     a.transport.mend_bulk()
     assert (before.fileno() == -1) == anew
+    assert Broken(b.bulk_address) not in a.transport.poll(0.0), "at rest nothing is lost"
 
 
 @linux

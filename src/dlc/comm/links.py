@@ -329,6 +329,7 @@ class Link:
         if self._tcp is None or tcp.congestion(self._tcp) == CONGESTION_CONTROL:
             return []
         self.close()
+        self.broke = False  # all of it has come through
         return self._open(now)
 
     def revive(self, now: float) -> list[LinkEvent]:
