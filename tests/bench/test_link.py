@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Hashable
 
 import pytest
 
 import dlc.bench.flow as flow_module
 import dlc.bench.link as link_module
 import dlc.bench.transfer as transfer_module
-from dlc.bench.host import Host
 from dlc.bench.link import Budget, LinkReport, StreamRates, measure
-from dlc.bench.stream import MeasureFailed, Stopped
+from dlc.bench.stream import MeasureFailed, Stopped, Stream
 from dlc.comm.catalogue import CODES
 from dlc.comm.framing import Envelope
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Incoming
-from dlc.comm.measures import MeasureData, MeasurePull, MeasurePush
+from dlc.comm.measures import MeasureData
 from dlc.comm.messages import PROTOCOL_VERSION, Hello, Message
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
@@ -153,18 +151,17 @@ def test_a_closed_bulk_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_further_connection_that_carries_nothing_is_no_closed_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Firewalls limit connections, too; and a link may be cut just then."""
-    real, routes = Host._bulk, set()
+    fill, stalled = Stream._fill, transfer_module.Transfer.stalled
 
-    def first_only(self: Host, route: Hashable, message: MeasurePush | MeasurePull, now: float) -> None:
-        routes.add(route)
-        if len(routes) == 1:
-            real(self, route, message, now)
+    def first() -> bool:
+        """Further connections have threads of their own."""
+        return threading.current_thread() is threading.main_thread()
 
-    def stalled(self: transfer_module.Transfer, now: float) -> bool:
-        return len(routes) > 1 and threading.current_thread() is not threading.main_thread()
+    def stalled_soon(self: transfer_module.Transfer, now: float) -> bool:
+        return stalled(self, now if first() else now + transfer_module.STALL_S - 0.5)
 
-    monkeypatch.setattr(Host, "_bulk", first_only)
-    monkeypatch.setattr(transfer_module.Transfer, "stalled", stalled)
+    monkeypatch.setattr(Stream, "_fill", lambda self, transfer: fill(self, transfer) if first() else None)
+    monkeypatch.setattr(transfer_module.Transfer, "stalled", stalled_soon)
     monkeypatch.setattr(flow_module, "PACE_S_MIN", 0.001)
     with serving() as site:
         report = measure(site.address, KEYED, ENOUGH)
