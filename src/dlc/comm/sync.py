@@ -86,8 +86,6 @@ class Sync:
         """Those of the first step that have not come since it was looked at: all of it is looked at once more then."""
         self._asked: dict[Voter, float] = {}
         """Who was asked what follows my head, and when: an offer takes its time."""
-        self._silent: dict[Voter, float] = {}
-        """Who was left because nothing came, and when, until something comes: bulk may have no way from there."""
         self._download: Download | None = None
         self._staged: dict[str, Staged] = {}
         """Images of the last download as far as they came: one per channel, until it is in step."""
@@ -122,7 +120,7 @@ class Sync:
             self._ask_pieces()
             self._finish_if_complete()
         elif self.donor is not None and not self._donor_fit():
-            self._leave_donor()
+            self._abandon()
         if now < self._asked_at + ASK_AGAIN_S or self._download is not None:
             return
         if self._steps:
@@ -175,13 +173,12 @@ class Sync:
             return
         if not ahead and image:
             ahead = self._holders(lacking)
-        ahead.sort(key=lambda voter: self._silent.get(voter, 0.0))
         if hint is not None and hint != self.ctx.me:
             ahead.insert(0, hint)
         if not ahead:
             return
         ahead = direct(self.ctx, ahead) or ahead  # who answers by a relay can give entries, and no bytes
-        # Turn by turn among the best few, and then others, so that no silent donor is asked for ever.
+        # Turn by turn among the best few, so that one silent donor is not asked for ever.
         best = ahead if self.offers.first_states else ahead[:BEST]
         self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
         if image and self.log.after(self.log.pinned.get(TAKEN, b"")) is None:
@@ -214,13 +211,6 @@ class Sync:
     def _awaiting(self) -> bool:
         """Somebody was asked just now: the answer is on the way, or it was of no use."""
         return self.ctx.now - self._asked_at < ASK_AGAIN_S
-
-    def _leave_donor(self) -> None:
-        """Nothing (more) comes from it: others are asked before it is asked again."""
-        self._silent = {v: at for v, at in self._silent.items() if self.ctx.members.alive(v)}
-        if self.donor is not None:
-            self._silent[self.donor] = self.ctx.now
-        self._abandon()
 
     def _abandon(self) -> None:
         if self._download is not None:
@@ -260,8 +250,6 @@ class Sync:
         self._pause_s, self._heard_at = max(self._pause_s, now - self._heard_at), now
         self._results[digest] = result
         self._lacking.discard(digest)
-        if self.donor is not None:
-            self._silent.pop(self.donor, None)
         if not self._lacking or self._steps[0].entry.parent != self.log.head:
             self._replay()
         return True
@@ -337,7 +325,7 @@ class Sync:
         for voter, request in down.ask(self._donors(key), self._patience_s, self.ctx.now):
             self.ctx.send(voter, request)
         if down.hopeless():
-            self._leave_donor()
+            self._abandon()
 
     def _donors(self, key: tuple[float, int, bytes]) -> list[Voter]:
         """Who stands at the offered head, or has passed it and may keep its image."""
@@ -349,8 +337,7 @@ class Sync:
 
     def receive_piece(self, sender: Voter, m: Piece) -> None:
         if self._download is not None:
-            if self._download.receive(sender, m, self.ctx.now):
-                self._silent.pop(sender, None)
+            self._download.receive(sender, m, self.ctx.now)
             self._ask_pieces()
             self._finish_if_complete()
 
