@@ -168,6 +168,10 @@ def test_the_last_window_of_results_goes_once_more_when_a_connection_ends(
     assert again == results[1:], "in their order, before what has not gone yet, and not what is of another slot"
     sender.broken(OTHER.peer)
     assert taken(sender, mine) == results[-WINDOW_CHUNKS_MIN:] and taken(sender, mine, THIRD.peer) == results[:-1]
+    sender.outbox.serve(OTHER.peer, results[-1])
+    assert taken(sender, mine) == results[-1:], "it was asked for"
+    sender.broken(OTHER.peer)
+    assert taken(sender, mine) == results[-WINDOW_CHUNKS_MIN:], "each once"
     sender.begin(planned("m" * N_CHUNKS), BASE, GRID, mine, ())
     sender.broken(THIRD.peer)
     assert sender.idle(mine), "they were of another plan"

@@ -62,8 +62,8 @@ class Sender:
         """Chunks that were sent once more."""
         self._window = WINDOW_CHUNKS_MIN
         self._turns = Turns()
-        self._went: dict[PeerId, deque[Result]] = {}
-        """The results of this plan's slot that went to each peer last, a window at most."""
+        self._went: dict[PeerId, dict[int, Result]] = {}
+        """The results of this plan's slot that went to each peer last, by chunk, a window at most."""
 
     def begin(self, plan: Plan, base: bytes, grid: Grid, mine: Offered | None, held: Iterable[int]) -> None:
         """Send for this plan from now on, and for no other. base: of its channel. held: chunks that have a result."""
@@ -126,7 +126,10 @@ class Sender:
                 queue.todo.extendleft(reversed(queue.in_flight))
                 queue.in_flight.clear()
         if went := self._went.pop(peer, None):
-            self.outbox.results.setdefault(peer, deque()).extendleft(reversed(went))
+            waiting = self.outbox.results.setdefault(peer, deque())
+            queued = {(result.header.ballot, result.header.chunk) for result in waiting}
+            again = [r for r in went.values() if (r.header.ballot, r.header.chunk) not in queued]
+            waiting.extendleft(reversed(again))
 
     def send_again(self, chunk: int) -> None:
         """Nothing moves and this chunk's result is missing: my part may have been lost with a connection. Once only."""
@@ -169,10 +172,11 @@ class Sender:
 
     def _remember(self, peer: PeerId, result: Result) -> None:
         if self._plan is not None and result.header.head == self._plan.head:
-            went = self._went.setdefault(peer, deque())
-            went.append(result)
+            went = self._went.setdefault(peer, {})
+            went.pop(result.header.chunk, None)  # it was asked for, and has gone before
+            went[result.header.chunk] = result
             if len(went) > self._window:
-                went.popleft()
+                del went[next(iter(went))]
 
     def _contribution_first(self, peer: PeerId, n_open: int) -> bool:
         results = self.outbox.results.get(peer)
