@@ -18,11 +18,10 @@ from dlc.bench.stream import SiteBusy, new_block
 from dlc.comm.addresses import join_address, parse_address
 from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.clock import clock
-from dlc.comm.framing import OtherVersion, decode, encode
+from dlc.comm.framing import OtherVersion, decode, encode, told_version
 from dlc.comm.ids import Voter
 from dlc.comm.lanes import Incoming, Route
 from dlc.comm.measures import MeasureOrder
-from dlc.comm.messages import PROTOCOL_VERSION, Welcome
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
 from dlc.errors import DlcError, ProtocolError, UsageError
@@ -103,8 +102,7 @@ class Site:
             if self.bad_frames % LOG_BAD_FRAMES_EVERY == 1:
                 log.warning("dropped a frame from %s: %s (%d so far)", event.observed_host, error, self.bad_frames)
             if isinstance(error, OtherVersion) and error.hello and event.lane == "control":
-                welcome = Welcome(PROTOCOL_VERSION, "", b"", None, (), "", "")  # the version is all that is read
-                self._transport.reply(route, encode(self._me, TAG, welcome))
+                self._transport.reply(route, encode(self._me, TAG, told_version()))
             return
         for effect in effects:
             self._perform(effect, route)

@@ -27,10 +27,10 @@ from dlc.comm.allocator import keep_freed_chunks
 from dlc.comm.clock import clock
 from dlc.comm.effects import Answer, Dial, Effect, Notify, Pace, Send
 from dlc.comm.events import MemberLeft
-from dlc.comm.framing import Frame, OtherVersion, decode, encode
+from dlc.comm.framing import Frame, OtherVersion, decode, encode, told_version
 from dlc.comm.ids import PeerId, Voter
 from dlc.comm.lanes import Broken, Event, Incoming, LinkEvent, Reached, Route, Writable
-from dlc.comm.messages import PROOFS, PROTOCOL_VERSION, Bulk, Contrib, Message, Piece, Record, Welcome
+from dlc.comm.messages import PROOFS, Bulk, Contrib, Message, Piece, Record, Welcome
 from dlc.comm.tcp import WaySample
 from dlc.comm.transport import Transport
 from dlc.errors import ProtocolError, SwarmClosed
@@ -425,7 +425,7 @@ class Driver:
         """Whoever asks is answered in words that it does not take, but for what version they are of; and where I have
         asked, I am told of such an answer. True: `on_link` has it."""
         if event.route is not None and event.lane == "control" and error.hello:
-            self._answer(event.route, Welcome(PROTOCOL_VERSION, "", b"", None, (), "", ""), "")
+            self._answer(event.route, told_version(), "")
         elif event.address is not None and (on_link := self.on_link) is not None:
             on_link(LinkEvent(event.address, "other_version", str(error)))
             return True

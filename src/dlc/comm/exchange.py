@@ -77,7 +77,7 @@ class Exchange:
         self._fixed = {f.chunk: f.hash for f in plan.fixed}
         self._roster = frozenset(entry.roster)
         # A plan that keeps what its own roster does not name cannot be voted for: nobody could count such a round.
-        self.held = {chunk: result for chunk, result in keep.items() if named(result.header.included, self._roster)}
+        self.held = {chunk: result for chunk, result in keep.items() if self._of_roster(result)}
         self.hashes = {chunk: self._fixed[chunk] for chunk in self.held}
         self.reduce_since, self.last_gain = now, now
         self._heard = {}
@@ -181,14 +181,20 @@ class Exchange:
 
     def _well_formed(self, result: Result) -> bool:
         assert self.grid is not None and self.plan is not None
-        roster, included, chunk = self.plan.entry.roster, result.header.included, result.header.chunk
+        included, chunk = result.header.included, result.header.chunk
         if not included:
             return not result.payload
-        if not (included == roster or named(included, self._roster)):
+        if not self._of_roster(result):
             return False
         if len(result.payload) != self.grid.result_bytes(chunk, len(included)):
             return False
         return self.grid.coder.finite_result(result.payload, self.grid.elems(chunk))  # as parts are, a mean is finite
+
+    def _of_roster(self, result: Result) -> bool:
+        """The plan names all whose parts are in it; mostly that is everybody, which is seen at once."""
+        assert self.plan is not None
+        included = result.header.included
+        return included == self.plan.entry.roster or named(included, self._roster)
 
     def _hold(self, result: Result, digest: bytes) -> None:
         chunk = result.header.chunk

@@ -6,7 +6,8 @@
   an owner is silent  what is missing of its results ───────────────> that owner, while others go on: its connection
                       may have broken, and what went down with it keeps the window to it shut
 
-Where the last lacks parts itself, it has nothing to send; what still waits there for me is not sent twice.
+Where the last lacks parts itself, it has nothing to send; what still waits there for me is not sent twice. Owners whose
+bulk has no way here are left to the second rule: what they reduced comes from others.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ class Link:
             self._unkeep()
         if self._retry_at is None:
             if not self.up and not self._resolving and now >= self._overdue_at:
-                why = "no answer" if self.knock is not None else "nothing was heard of the attempt to connect"
-                return self._fail("unreached", why, now)
+                detail = "no answer" if self.knock is not None else "nothing was heard of the attempt to connect"
+                return self._fail("unreached", detail, now)
             return []
         if now < self._retry_at:
             return []

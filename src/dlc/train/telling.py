@@ -143,9 +143,8 @@ class Teller:
             self._describe(eta_s=self.step_s * (of - inner))
 
     def work_dropped(self, t: int, steps: int, tokens: int, others: bool = False, share: float = 1.0) -> None:
-        """Inner steps of ours will not be counted. others: whoever holds their samples now trains
-        them, as the run goes on. share: of the
-        model, in which they are not; `tokens` are theirs, times that."""
+        """Inner steps of ours will not be counted. others: whoever holds their samples now trains them, as the run goes
+        on. share: of the model, in which they are not; `tokens` are theirs, times that."""
         self.setbacks.tokens_dropped += tokens
         self.event("work_dropped", t=t, steps=steps, tokens=tokens, others=others, share=share)
 
