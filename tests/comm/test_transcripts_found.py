@@ -452,6 +452,19 @@ def test_what_goes_down_with_a_connection_costs_nothing_while_others_keep_the_ro
 # ------------------------------------------------------------------ sleep
 
 
+def test_who_is_behind_comes_to_the_only_one_whose_bulk_has_a_way_to_it() -> None:
+    """The three with the greatest histories were asked by turns for ever: all alive, and nothing came from them."""
+    stage = Stage(6)
+    *others, sleeper = stage.peers()
+    stage.world.freeze(sleeper, 12.0)
+    stage.until(lambda: sleeper.awake)
+    silent, depth = {p.host.name for p in others[:4]}, others[4].node.log.state.depth
+    assert sleeper.node.log.state.depth < depth - 3
+    bulk = (msg.Result, msg.Contrib, msg.Piece)
+    stage.hold = lambda source, target, m: source in silent and target == sleeper.host.name and isinstance(m, bulk)
+    stage.until(lambda: sleeper.node.log.state.depth >= depth, limit_s=90.0)
+
+
 def test_who_slept_and_looks_around_holds_nobody_up() -> None:
     """It has to hear of a peer that is dead, so it stays stale for some seconds, and is first in rank in some of the
     slots meanwhile. It is alive: others would find out by its silence, and wait in vain for its promises and votes."""

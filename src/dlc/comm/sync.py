@@ -15,7 +15,8 @@ beyond (`download.py`); the other side of this conversation is `donations.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from dlc.comm.context import Context
 from dlc.comm.donations import Donations
@@ -86,6 +87,9 @@ class Sync:
         """Those of the first step that have not come since it was looked at: all of it is looked at once more then."""
         self._asked: dict[Voter, float] = {}
         """Who was asked what follows my head, and when: an offer takes its time."""
+        self._silent: dict[Voter, float] = {}
+        """Whose entries or images were given up as they did not come, and when, until some come: bulk may have no way
+        from there."""
         self._download: Download | None = None
         self._staged: dict[str, Staged] = {}
         """Images of the last download as far as they came: one per channel, until it is in step."""
@@ -120,7 +124,7 @@ class Sync:
             self._ask_pieces()
             self._finish_if_complete()
         elif self.donor is not None and not self._donor_fit():
-            self._abandon()
+            self._abandon(silent=[self.donor] if self._steps else [])
         if now < self._asked_at + ASK_AGAIN_S or self._download is not None:
             return
         if self._steps:
@@ -173,12 +177,13 @@ class Sync:
             return
         if not ahead and image:
             ahead = self._holders(lacking)
+        ahead.sort(key=lambda voter: self._silent.get(voter, -math.inf))
         if hint is not None and hint != self.ctx.me:
             ahead.insert(0, hint)
         if not ahead:
             return
         ahead = direct(self.ctx, ahead) or ahead  # who answers by a relay can give entries, and no bytes
-        # Turn by turn among the best few, so that one silent donor is not asked for ever.
+        # Turn by turn among the best few, and then others, so that no silent donor is asked for ever.
         best = ahead if self.offers.first_states else ahead[:BEST]
         self.donor = best[int(self.ctx.now / ASK_AGAIN_S) % len(best)] if hint is None else ahead[0]
         if image and self.log.after(self.log.pinned.get(TAKEN, b"")) is None:
@@ -212,7 +217,10 @@ class Sync:
         """Somebody was asked just now: the answer is on the way, or it was of no use."""
         return self.ctx.now - self._asked_at < ASK_AGAIN_S
 
-    def _abandon(self) -> None:
+    def _abandon(self, silent: Collection[Voter] = ()) -> None:
+        """`silent`: from whom nothing came of what they had promised. Others are asked before they are asked again."""
+        told = {v: at for v, at in self._silent.items() if self.ctx.members.alive(v)}
+        self._silent = told | dict.fromkeys(silent, self.ctx.now)
         if self._download is not None:
             self._staged = self._download.staged
         self.donor, self._steps, self._download = None, [], None
@@ -250,6 +258,8 @@ class Sync:
         self._pause_s, self._heard_at = max(self._pause_s, now - self._heard_at), now
         self._results[digest] = result
         self._lacking.discard(digest)
+        if self.donor is not None:
+            self._silent.pop(self.donor, None)
         if not self._lacking or self._steps[0].entry.parent != self.log.head:
             self._replay()
         return True
@@ -325,7 +335,7 @@ class Sync:
         for voter, request in down.ask(self._donors(key), self._patience_s, self.ctx.now):
             self.ctx.send(voter, request)
         if down.hopeless():
-            self._abandon()
+            self._abandon(silent=[voter for voter, donor in down.donors.items() if donor.silences])
 
     def _donors(self, key: tuple[float, int, bytes]) -> list[Voter]:
         """Who stands at the offered head, or has passed it and may keep its image."""
@@ -337,7 +347,8 @@ class Sync:
 
     def receive_piece(self, sender: Voter, m: Piece) -> None:
         if self._download is not None:
-            self._download.receive(sender, m, self.ctx.now)
+            if self._download.receive(sender, m, self.ctx.now):
+                self._silent.pop(sender, None)
             self._ask_pieces()
             self._finish_if_complete()
 
