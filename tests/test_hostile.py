@@ -114,13 +114,13 @@ class Hostile:
     def _bother(self, send: Callable[[str, Any], bool], address: str, frames: list[Frame]) -> None:
         broken = spoiled(frames, self.rng)
         try:
-            decode(broken, self.driver.tag)
+            decode(broken, self.driver.dispatch.tag)
         except ProtocolError:
             self.sent["undecodable"] += send(address, broken)
-        _, message = decode(frames, self.driver.tag)
+        _, message = decode(frames, self.driver.dispatch.tag)
         twisted = nonsense(message, self.rng)
         if twisted is not None:
-            self.sent["nonsense"] += send(address, encode(self.driver.me, self.driver.tag, twisted))
+            self.sent["nonsense"] += send(address, encode(self.driver.dispatch.me, self.driver.dispatch.tag, twisted))
             self.kinds[type(message).__name__] += 1
         if isinstance(message, msg.Contrib | msg.Result):
             self.sent["second answer"] += send(address, frames)

@@ -23,7 +23,7 @@ import torch
 from dlc import collectives, drivercalls, joining, survey
 from dlc import peer as peer_module
 from dlc.addresses import outbound_host
-from dlc.comm import driver, entries, links, waiting
+from dlc.comm import dispatch, entries, links, waiting
 from dlc.comm.addresses import parse_address
 from dlc.comm.clock import clock
 from dlc.comm.driver import SWITCH_NEAR_S, Driver, Reply
@@ -126,11 +126,11 @@ def test_several_rounds_over_many_chunks_with_a_key() -> None:
 def test_python_changes_threads_often_while_bulk_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a main thread that computes in Python would hold the driver up at each of its steps."""
     before_s = sys.getswitchinterval()
-    monkeypatch.setattr("dlc.comm.driver.SAMPLE_TAIL_S", 1e6)
+    monkeypatch.setattr("dlc.comm.dispatch.SAMPLE_TAIL_S", 1e6)
     with swarm(2) as peers:
         together(peers, lambda peer, i: peer.all_reduce(torch.ones(100_000), timeout_s=ROUND_S))
         assert sys.getswitchinterval() < SWITCH_NEAR_S < before_s
-        monkeypatch.setattr("dlc.comm.driver.SAMPLE_TAIL_S", 0.0)
+        monkeypatch.setattr("dlc.comm.dispatch.SAMPLE_TAIL_S", 0.0)
         wait_until(lambda: sys.getswitchinterval() == before_s)
 
 
@@ -443,8 +443,8 @@ def test_a_peer_whose_bulk_port_is_closed_is_told_and_so_are_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A newcomer of whose two ports a firewall let one in said nothing, and the others not which port."""
-    monkeypatch.setattr(driver, "BARRED_S", 0.5)
-    monkeypatch.setattr(driver, "UNENTERED_MAX", 1)
+    monkeypatch.setattr(dispatch, "BARRED_S", 0.5)
+    monkeypatch.setattr(dispatch, "UNENTERED_MAX", 1)
     closed = parse_address(free_addresses(1)[0])[1]
 
     class Closed(Transport):

@@ -146,12 +146,12 @@ def test_what_was_taken_for_a_peer_that_moves_meanwhile_goes_to_where_it_is() ->
     links, source = Links(), Source(*sent)
     driver = driven(links, source)
     links.room = False
-    assert driver._want_write() == ["her:1"]
-    driver._pump("her:1")
+    assert driver.dispatch.want_write() == ["her:1"]
+    driver.dispatch.pump("her:1")
     assert len(source.messages) == 2, "the first is taken out of the machine"
     source.address, links.room = "her:2", True
-    assert driver._want_write() == ["her:2"]
-    driver._pump("her:2")
+    assert driver.dispatch.want_write() == ["her:2"]
+    driver.dispatch.pump("her:2")
     assert links.went == [("her:2", message) for message in sent]
 
 
@@ -161,11 +161,11 @@ def test_the_link_to_where_a_peer_s_bulk_went_before_is_closed() -> None:
     driver = driven(links, source)
     for address in ("her:1", "her:1", "her:2", "her:1"):
         source.address = address
-        assert driver._want_write() == [address]
-    assert links.forgotten == ["her:1", "her:2"] and driver._addresses == {"her:1": "her"}
-    driver._addresses["her:1"] = "him"
+        assert driver.dispatch.want_write() == [address]
+    assert links.forgotten == ["her:1", "her:2"] and driver.dispatch._addresses == {"her:1": "her"}
+    driver.dispatch._addresses["her:1"] = "him"
     source.address = "her:2"
-    assert driver._want_write() == ["her:2"]
+    assert driver.dispatch.want_write() == ["her:2"]
     assert links.forgotten == ["her:1", "her:2"], "it is his now"
 
 
@@ -175,14 +175,14 @@ def test_the_machine_hears_of_each_bulk_connection_that_ends() -> None:
     driver = driven(links, source)
     driver._take(Broken("her:1"))
     assert source.log == [], "nothing has gone there"
-    driver._want_write()
+    driver.dispatch.want_write()
     driver._take(Broken("her:1"))
     assert source.log == ["her broken"]
     source.address = "her:2"
-    driver._want_write()
+    driver.dispatch.want_write()
     assert source.log == ["her broken"] * 2, "she moved, and the link to where she was is closed"
-    driver._want_write()
-    driver._forget("her")
+    driver.dispatch.want_write()
+    driver.dispatch.forget("her")
     assert source.log == ["her broken"] * 3
 
 
@@ -218,18 +218,18 @@ def test_what_is_taken_out_of_the_machine_last_waits_for_room_too() -> None:
     links, source = Links(), Source(chunk(0))
     driver = driven(links, source)
     links.room = False
-    driver._pump(*driver._want_write())
+    driver.dispatch.pump(*driver.dispatch.want_write())
     assert not source.messages and not links.went
     links.room = True
-    driver._pump(*driver._want_write())
-    assert links.went == [("her:1", chunk(0))] and driver._want_write() == []
+    driver.dispatch.pump(*driver.dispatch.want_write())
+    assert links.went == [("her:1", chunk(0))] and driver.dispatch.want_write() == []
 
 
 def test_what_was_held_back_comes_before_what_is_newer_and_before_time_does() -> None:
     """Or a message that came in time would be called late, and an older one contradict a newer one."""
     links, source = Links(), Source()
     driver = driven(links, source)
-    driver._warm_at = math.inf
+    driver.dispatch._warm_at = math.inf
 
     def hold_back(*numbers: int) -> None:
         links.came = [coming(number) for number in numbers]
@@ -246,7 +246,7 @@ def test_what_was_held_back_comes_before_what_is_newer_and_before_time_does() ->
 def test_a_machine_in_doubt_is_given_nothing_any_more() -> None:
     links, source = Links(), Source()
     driver = driven(links, source)
-    driver._warm_at = math.inf
+    driver.dispatch._warm_at = math.inf
     links.came = [coming(0)]
     driver.error = SwarmClosed("in doubt")
     asked = driver.call(lambda now: source.log.append("call"))
@@ -322,7 +322,7 @@ def test_where_nobody_listens_any_more_whoever_was_there_is_told_of() -> None:
         driver.perform([Send(peer, PING)])
     driver._link_event(LinkEvent("her:0", "unreached", ""))
     driver._link_event(LinkEvent("her:0", "refused", ""))
-    driver._forget("him")
+    driver.dispatch.forget("him")
     driver.perform([Send("her", PING)])
     driver._link_event(LinkEvent("her:0", "refused", ""))
     assert source.log == ["him refused", "her refused"]
@@ -333,15 +333,15 @@ def test_links_to_who_left_or_is_forgotten_are_closed(left: bool) -> None:
     links, source = Links(), Source(chunk(0))
     driver = driven(links, source)
     links.room = False
-    driver._pump(*driver._want_write())
+    driver.dispatch.pump(*driver.dispatch.want_write())
     if left:
         driver.perform([Notify(MemberLeft(Voter("her", 1)))])
         assert links.forgotten == ["her:1"]
     source.known = False
-    assert driver._want_write() == [] and not driver._stash, "what was for her is let go"
-    driver._warm(100.0)
+    assert driver.dispatch.want_write() == [] and not driver.dispatch._stash, "what was for her is let go"
+    driver.dispatch.warm(100.0)
     assert links.forgotten == ["her:1"]
-    assert not (driver._addresses or driver._dials or driver._bulk_to)
+    assert not (driver.dispatch._addresses or driver.dispatch._dials or driver.dispatch._bulk_to)
 
 
 def test_bulk_within_this_host_is_not_paced() -> None:
@@ -389,7 +389,7 @@ def test_what_went_to_one_peer_is_not_kept() -> None:
     whole = Vector(9)
     links, source = Links(), Source(Contrib("train", b"", 0, 1.0, 1, memoryview(whole)[:3]))
     driver = driven(links, source)
-    driver._pump(*driver._want_write())
+    driver.dispatch.pump(*driver.dispatch.want_write())
     assert [message.chunk for _, message in links.went] == [0]  # type: ignore[attr-defined]
     links.went.clear()
     gone = weakref.ref(whole)

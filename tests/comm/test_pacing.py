@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import dlc.comm.driver as driver
+import dlc.comm.dispatch as dispatch
 import dlc.comm.links as links
 from dlc.comm import tcp
 from dlc.comm.clock import clock
@@ -535,7 +535,7 @@ def test_peers_connect_anew_when_a_round_is_over(monkeypatch: pytest.MonkeyPatch
         mine, mend = one._driver, one._driver.transport.mend_bulk
 
         def note() -> bool:
-            rested_s.append(clock() - mine._bulk_at)
+            rested_s.append(clock() - mine.dispatch.bulk_at)
             return mend()
 
         monkeypatch.setattr(mine.transport, "mend_bulk", note)
@@ -549,7 +549,7 @@ def test_peers_connect_anew_when_a_round_is_over(monkeypatch: pytest.MonkeyPatch
             wait_until(lambda old=before: link(mine.transport, address)._tcp is not old, WAIT_S, "it begins anew")
             wait_until(lambda: link(mine.transport, address).up, WAIT_S, "it is there again")
             before = descriptor(mine.transport, address)
-        assert min(rested_s) >= driver.SAMPLE_TAIL_S, "never while bulk moves"
+        assert min(rested_s) >= dispatch.SAMPLE_TAIL_S, "never while bulk moves"
 
 
 # ---------------------------------------------------------------------- the kernel's numbers
@@ -840,7 +840,7 @@ def test_a_node_is_told_of_its_links_while_bulk_moves_and_paces_them(monkeypatch
             return one._ask(act)
 
         assert paced(3e6) == UNLIMITED, "no link lies between peers of one host"
-        monkeypatch.setattr(driver, "on_this_host", lambda address: False)
+        monkeypatch.setattr(dispatch, "on_this_host", lambda address: False)
         looked: list[links.Link] = []
         monkeypatch.setattr(links.Link, "path_s", lambda self: looked.append(self) or 0.0)
         assert paced(3e6) == 3_000_000
@@ -860,7 +860,7 @@ def test_a_node_is_told_of_its_links_while_bulk_moves_and_paces_them(monkeypatch
     ],
 )
 def test_who_is_on_this_host(address: str, here: bool) -> None:
-    assert driver.on_this_host(address) == here
+    assert dispatch.on_this_host(address) == here
 
 
 def test_pacing_a_peer_that_nobody_knows_is_nothing() -> None:
