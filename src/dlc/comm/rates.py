@@ -120,15 +120,21 @@ class Meter:
     def begin(self, now: float, total: float) -> None:
         self._points, self._slot_s, self._slot_since = [(now, total)], SLOT_S, now
 
+    def clear(self) -> None:
+        """It begins with what comes next."""
+        self._points = []
+
     def at(self, now: float, total: float) -> None:
-        if now - self._slot_since < self._slot_s:
+        if not self._points:
+            self.begin(now, total)
+        elif now - self._slot_since < self._slot_s:
             self._points[-1] = (now, total)
-            return
-        self._points.append((now, total))
-        self._slot_since = now
-        if len(self._points) > POINTS_MAX:
-            self._points = self._points[::2]
-            self._slot_s *= 2
+        else:
+            self._points.append((now, total))
+            self._slot_since = now
+            if len(self._points) > POINTS_MAX:
+                self._points = self._points[::2]
+                self._slot_s *= 2
 
     @property
     def empty(self) -> bool:
@@ -140,6 +146,8 @@ class Meter:
         0 if there are none.
         """
         points, peak, end = self._points, 0.0, 0
+        if not points:
+            return 0.0
         window_s = max(window_s, share * (points[-1][0] - points[0][0]))
         for begin_s, begin_total in points:
             while end < len(points) and (
@@ -301,8 +309,9 @@ class Rates:
         if self._measuring and gifts == self._of_gifts:
             return
         self._measuring, self._of_gifts, self._sampled = True, gifts, False
-        self._received.begin(now, self._received_bytes)
-        self._handed.begin(now, self._handed_bytes)
+        # From the first message on: an announced plan is long before it, and no round is to seem slow by that.
+        self._received.clear()
+        self._handed.clear()
         self._message_bytes = self._looks = self._waiting = 0
         self._moves = Moves()
         self._first_handed = self._last_handed = now
@@ -384,7 +393,9 @@ class Rates:
         self._handed_bytes += size
         self._message_bytes = max(self._message_bytes, size)
         if self._measuring:
-            if self._more:
+            if self._handed.empty:
+                self._first_handed = now
+            elif self._more:
                 self._backlog_s += now - self._last_handed
             self._last_handed, self._more = now, more
             self._handed.at(now, self._handed_bytes)
