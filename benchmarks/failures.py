@@ -176,7 +176,7 @@ class Work:
         from dlc.comm.grid import usual_chunk_elems
 
         means, included, wrong = subset_means(self.n), [], 0
-        elems = usual_chunk_elems(self.vector.numel(), self.peer.spec.chunk_elems)
+        elems = usual_chunk_elems(self.vector.numel(), "fp16", self.peer.spec.chunk_elems)
         for start in range(0, self.vector.numel(), elems):
             part = self.vector[start : start + elems] / self.pattern[start : start + elems]
             low, high = float(part.min()), float(part.max())

@@ -94,7 +94,7 @@ def rounds(numel: int, codec: str, n: int, cpu: bool) -> dict[str, Any]:
 
 def passes(numel: int, codec: str, device: torch.device) -> dict[str, float]:
     """GB/s of fp32 of each piece of work that the docstring names."""
-    grid = Grid(numel, usual_chunk_elems(numel), codec)
+    grid = Grid(numel, usual_chunk_elems(numel, codec), codec)
     coder, elems = grid.coder, part_elems(grid, device)
     vector = torch.randn(numel, generator=torch.Generator(device).manual_seed(0), device=device)
     other, n_rows = torch.empty_like(vector), elems // grid.chunk_elems

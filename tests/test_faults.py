@@ -42,7 +42,7 @@ TIMEOUTS = Timeouts(slot_settle_s=0.3, chunk_s=6.0)
 @pytest.fixture(autouse=True)
 def many_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of four chunks, so that contributions and results of different chunks mix."""
-    monkeypatch.setattr("dlc.collectives.usual_chunk_elems", lambda numel, most: min(CHUNK, numel))
+    monkeypatch.setattr("dlc.collectives.usual_chunk_elems", lambda numel, codec, most: min(CHUNK, numel))
     monkeypatch.setattr("dlc.comm.sender.WINDOW_BYTES", 1)
 
 

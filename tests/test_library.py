@@ -258,6 +258,26 @@ def test_who_cuts_its_offers_into_other_chunks_is_told_so() -> None:
         assert said.format(7, 5) in str(refused[0]) or said.format(5, 7) in str(refused[0])
 
 
+def test_who_says_nothing_of_chunks_cuts_its_offers_as_the_run_does() -> None:
+    """What is usual may be another number in the version that began the run."""
+    nets = [nn.Linear(6, 2), nn.Linear(6, 2)]
+
+    def begin(peer: dlc.Peer, net: nn.Module, chunk_elems: int = 0) -> dlc.DiLoCo:
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        return dlc.DiLoCo(net, inner, peer, 1, codec="int4", chunk_elems=chunk_elems, patience_s=ROUND_S)
+
+    def step(opt: dlc.DiLoCo, net: nn.Module) -> dlc.RoundReport | None:
+        net(torch.ones(6)).sum().backward()
+        return opt.step()
+
+    with swarm(1) as (first,), ThreadPoolExecutor(2) as pool:
+        opened = begin(first, nets[0], 7)
+        with dlc.Peer.join(first.address, join_timeout_s=JOIN_S, timeouts=PATIENT) as late:
+            opts = [opened, begin(late, nets[1])]
+            for report in pool.map(step, opts, nets):
+                assert report is not None and len(report.contributors) == 2
+
+
 def test_an_average_by_the_name_of_a_trainings_channel_is_refused() -> None:
     """The mean was taken for a step of the training, which moved every peer's parameters, and no error told so."""
     with swarm(2) as peers, ThreadPoolExecutor(2) as pool:

@@ -362,5 +362,6 @@ def _attached(node: Node, channel: str) -> Attached:
 
 def _position(node: Node, channel: str) -> Position:
     state = node.log.state
-    head = state.base(channel)
-    return Position(state.round_of(channel), state.tokens, head, node.lease(), node.log.digest(channel))
+    head, known = state.base(channel), state.channel(channel)
+    elems = known.chunk_elems if known is not None and known.opened else 0
+    return Position(state.round_of(channel), state.tokens, head, node.lease(), node.log.digest(channel), elems)

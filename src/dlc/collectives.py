@@ -236,7 +236,7 @@ class Collectives(Channels):
     ) -> Reduction:
         refuse_sparse(codec)
         numel, device = sum(t.numel() for t in many), device_of(many)
-        grid = Grid(numel, usual_chunk_elems(numel, self.spec.chunk_elems), codec)
+        grid = Grid(numel, usual_chunk_elems(numel, codec, self.spec.chunk_elems), codec)
         encoded = not expected_s and _encoded_there(grid, device)
         vector, own = self._flat_of(name, many, copy=not (expected_s or encoded))
         sent = Encoded(grid, parts_of_many(many, part_elems(grid, device), device)) if encoded else vector

@@ -312,7 +312,7 @@ class Gossip:
 
     def _begun(self, numel: int) -> tuple[Machine, Grid]:
         if self._machine is None:
-            grid = Grid(numel, usual_chunk_elems(numel), self.codec)
+            grid = Grid(numel, usual_chunk_elems(numel, self.codec), self.codec)
 
             def begin(mesh: Mesh, now: float) -> None:  # Ctrl-C may end the wait for it
                 if self._machine is None:

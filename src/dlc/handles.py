@@ -95,6 +95,8 @@ class Position:
     """What this peer may train; None without leases or without a seat."""
     digest: bytes
     """BLAKE3 of the channel's state."""
+    chunk_elems: int = 0
+    """Elements per chunk in all of its rounds; 0 while nobody has opened it, and without a log."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Handover:
     def __init__(self, peer: Peer, name: str, numel: int, seed: int = 0, most: int = T_MAX) -> None:
         """most: nobody can be beyond this step."""
         self._mesh, self._me, self._seed, self._most = peer.mesh, peer.voter, seed, most
-        self._topic, self._grid = f"state/{name}", Grid(numel, usual_chunk_elems(numel), CODEC)
+        self._topic, self._grid = f"state/{name}", Grid(numel, usual_chunk_elems(numel, CODEC), CODEC)
         self._shown: tuple[int, Tensor, Holding] | None = None
         self._sent_bytes = 0
         self._asked_until = 0.0

@@ -431,7 +431,7 @@ class Group:
         check_gather(gather)
         call = Call(
             key=f"{self._key}#{tag}" if tag else self._key,
-            grid=Grid(numel, usual_chunk_elems(numel, self.peer.spec.chunk_elems), self.codec),
+            grid=Grid(numel, usual_chunk_elems(numel, self.codec, self.peer.spec.chunk_elems), self.codec),
             vector=vector,
             out=vectors.recycled(numel) if receives else None,
             weight=weight,

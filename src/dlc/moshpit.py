@@ -198,7 +198,7 @@ class Moshpit:
         numel = vector.numel()
         return Call(
             key=key,
-            grid=Grid(numel, usual_chunk_elems(numel), self.codec),
+            grid=Grid(numel, usual_chunk_elems(numel, self.codec), self.codec),
             vector=vector,
             out=vectors.empty(numel),
             weight=weight,

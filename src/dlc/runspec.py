@@ -372,8 +372,8 @@ class RunSpec:
     chunk_elems: int = 0
     """Elements per chunk of the all-reduce, at most 2,097,152, and such that a model has no more than 8,192 chunks: the
     grid is the same for all owners. 0: some hundreds of chunks, of 16,384 to 262,144 elements (more for models of over
-    2e9 parameters). The library's own all-reduces take smaller ones for short vectors. Not for the strategies "gossip"
-    and "moshpit"."""
+    2e9 parameters), and fewer with int8, int4 and topk. The library's own all-reduces take smaller ones for short
+    vectors. Not for the strategies "gossip" and "moshpit"."""
     rounds: int = 0
     """The run ends with this many training rounds, with fragments of each of them. 0: no such limit. With `tokens` too,
     the first reached ends it. Once all peers have stopped, both may be changed, and the run goes on."""

@@ -195,7 +195,7 @@ class ServerClient:
             raise UsageError(f"theta must be 1-D float32 on the CPU, not {theta.dim()}-D {theta.dtype} {theta.device}")
         if not all_finite(theta):
             raise UsageError("theta has elements that are NaN or infinite: everybody would begin with them")
-        grid = Grid(theta.numel(), chunk_elems or usual_chunk_elems(theta.numel()), codec)
+        grid = Grid(theta.numel(), chunk_elems or usual_chunk_elems(theta.numel(), codec), codec)
         layout = Spans.usual(grid, spec.spans)
         own = theta.detach().clone()
         digest = blake3(own.numpy().data.cast("B")).digest(DIGEST_BYTES)

@@ -17,7 +17,7 @@ LARGE = 5 * PIECE_ELEMS + 77
 
 
 def coded(vector: Tensor, codec: str) -> Tensor:
-    coder, parts = get_codec(codec), vector.split(usual_chunk_elems(vector.numel()))
+    coder, parts = get_codec(codec), vector.split(usual_chunk_elems(vector.numel(), codec))
     return torch.cat([coder.decode(coder.encode(part), part.numel()) for part in parts])
 
 

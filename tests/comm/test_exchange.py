@@ -569,7 +569,7 @@ def test_a_chunk_that_the_plan_fixes_is_not_reduced_again(exchange: Exchange) ->
 def test_more_parts_are_kept_before_the_plan_is_known_than_a_window_has(numel: int, codec: str) -> None:
     """A contributor may have the plan before the owner, by as long as a control message is lost. Of small chunks most
     were dropped, and came once more after a stall, or were given up where others went on meanwhile."""
-    grid = Grid(numel, usual_chunk_elems(numel), codec)
+    grid = Grid(numel, usual_chunk_elems(numel, codec), codec)
     in_flight = min(window_chunks(grid), grid.n_chunks)
     assert in_flight <= STRAY_CHUNKS_MAX and in_flight * grid.wire_bytes(0) <= STRAY_BYTES_MAX
     one = size_of(Contrib("a channel's name", EMPTY, in_flight, 1e9, 10**9)) + grid.wire_bytes(0)

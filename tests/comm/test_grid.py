@@ -125,7 +125,7 @@ def test_the_largest_grid_is_allowed() -> None:
     ],
 )
 def test_a_run_may_say_how_large_chunks_may_be(numel: int, most: int, elems: int) -> None:
-    assert Grid(numel, usual_chunk_elems(numel, most), "fp16").chunk_elems == elems
+    assert Grid(numel, usual_chunk_elems(numel, "fp16", most), "fp16").chunk_elems == elems
 
 
 @pytest.mark.parametrize("codec", list(CODECS))
@@ -149,5 +149,13 @@ def test_the_largest_chunk_fits_a_frame(codec: str) -> None:
     ],
 )
 def test_the_usual_chunk_is_small_against_the_vector(numel: int, chunks: int, elems: int) -> None:
-    grid = Grid(numel, usual_chunk_elems(numel), "fp16")
+    grid = Grid(numel, usual_chunk_elems(numel, "fp16"), "fp16")
     assert (grid.n_chunks, grid.chunk_elems) == (chunks, elems)
+
+
+@pytest.mark.parametrize(
+    ("codec", "chunks"), [("fp32", 382), ("fp16", 382), ("bf16", 382), ("int8", 191), ("int4", 96), ("topk", 96)]
+)
+def test_a_codec_that_makes_few_bytes_has_fewer_chunks(codec: str, chunks: int) -> None:
+    """Between four sites a round of int4 took half as long again with chunks of 8 kB: each costs all peers work."""
+    assert Grid(25_000_000, usual_chunk_elems(25_000_000, codec), codec).n_chunks == chunks

@@ -33,6 +33,7 @@ class FakePosition:
     head: bytes
     lease: Lease | None
     digest: bytes
+    chunk_elems: int = 0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ N_CHUNKS_MAX = 1 << 13
 """A promise may tell, of every chunk, what was accepted, who is planned to hold it, and what is held: some 260 bytes,
 which must fit a header together. 17e9 elements in the largest chunks."""
 
-USUAL_CHUNKS = 512
+USUAL_CHUNKS, USUAL_BYTES = 512, 2.0
+"""Of a vector, and wire bytes per element of those codecs that have so many."""
 USUAL_ELEMS_MIN, USUAL_ELEMS_MAX = 1 << 14, 1 << 18
 LARGE_CHUNKS = 64
 LOOPBACK_CHUNK_ELEMS = 1 << 19
@@ -34,16 +35,19 @@ LOOPBACK_CHUNK_ELEMS = 1 << 19
 last chunk of a round, which nothing overlaps. What is larger by far falls out of the processor's caches."""
 
 
-def usual_chunk_elems(numel: int, most: int = 0) -> int:
+def usual_chunk_elems(numel: int, codec: str, most: int = 0) -> int:
     """Elements per chunk where nobody says how many: a power of two that makes some hundreds of chunks.
 
     A round begins and ends with a chunk that nothing overlaps, so chunks are small against the vector. Each costs every
-    peer some work of its own, so none is smaller than a few packets, and none but those of a vector of more than
-    N_CHUNKS_MAX chunks (2e9 elements) larger than what a second-level cache holds.
+    peer some work of its own, so none is smaller than a few packets, there are fewer of a codec that makes few bytes of
+    an element, and none but those of a vector of more than N_CHUNKS_MAX chunks (2e9 elements) is larger than what a
+    second-level cache holds.
 
     `most`: the run's own number (0: it has none). Chunks are then as large as that, if some dozens are left to share.
     """
-    chunks, largest = (LARGE_CHUNKS, most) if most else (USUAL_CHUNKS, USUAL_ELEMS_MAX)
+    few = get_codec(codec).wire_bytes(USUAL_ELEMS_MAX) / (USUAL_BYTES * USUAL_ELEMS_MAX)
+    usual = max(LARGE_CHUNKS, round(USUAL_CHUNKS * min(1.0, few)))
+    chunks, largest = (LARGE_CHUNKS, most) if most else (usual, USUAL_ELEMS_MAX)
     elems = min(max(_power_of_two(numel / chunks), USUAL_ELEMS_MIN), largest)
     return min(max(elems, _power_of_two(numel / N_CHUNKS_MAX)), CHUNK_ELEMS_MAX, max(1, numel))
 

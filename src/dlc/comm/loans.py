@@ -20,6 +20,8 @@ from dlc.comm.mesh import Mesh
 from dlc.comm.meshmessages import Key, Parcel
 from dlc.comm.parcels import Intake
 
+_CODEC = "fp32"
+
 ELEM_BYTES = 4
 UNKNOWN = "it is no member"
 """Why nothing can be borrowed of a peer."""
@@ -79,7 +81,7 @@ def _key(name: str) -> Key:
 
 def _grid(n_bytes: int) -> Grid:
     numel = -(-n_bytes // ELEM_BYTES)
-    return Grid(numel, usual_chunk_elems(numel), "fp32")
+    return Grid(numel, usual_chunk_elems(numel, _CODEC), _CODEC)
 
 
 __all__ = ["borrow", "give_back", "lend"]

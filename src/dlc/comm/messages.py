@@ -13,7 +13,7 @@ from dlc.comm.entries import Entry, LogState, Part
 from dlc.comm.ids import Ballot, PeerId, Voter
 from dlc.comm.wire import Packed
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """Raised whenever the meaning or shape of a message changes; peers of different versions do not talk."""
 
 

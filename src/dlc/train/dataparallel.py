@@ -56,7 +56,7 @@ class DataParallel:
         self._vector = self._view.gather(vectors.empty(self._view.numel))
         """theta as it was pulled; then the gradient that is offered; then theta again."""
         self.state = JointState(self._vector, self._view.tensors, joint_spec(parts.spec), parts.spec.inner)
-        self._chunk_elems = parts.spec.chunk_elems or step_chunk_elems(self._view.numel)
+        self._chunk_elems = parts.spec.chunk_elems or step_chunk_elems(self._view.numel, parts.spec.codec)
         self._gradients = Gradients(self._view.tensors, self._chunk_elems, parts.clock)
         on_gpu = self._inner.device.type == "cuda"
         self._loader = Loader(parts.source, parts.spec.inner.batch_size, on_gpu, parts.calls.stopping)

@@ -74,7 +74,7 @@ class Grids:
     def _keep_unsaid(self, vector: Tensor, before: Tensor, unencoded: Collection[int]) -> None:
         """Add what the codec rounded off of mine; but where nobody gave anything, and all of it is there still, and in
         the `unencoded` chunks, into which mine has come as it was."""
-        grid = Grid(vector.numel(), usual_chunk_elems(vector.numel()), self._codec)
+        grid = Grid(vector.numel(), usual_chunk_elems(vector.numel(), self._codec), self._codec)
         for chunk in set(range(grid.n_chunks)).difference(unencoded):
             part = slice(*grid.span(chunk))
             vector[part].add_(grid.unsaid(chunk, before[part]).mul_(vector[part] != before[part]))

@@ -35,13 +35,13 @@ ADAM_EPS = 1e-8
 """As torch.optim.AdamW has it."""
 
 
-def step_chunk_elems(numel: int) -> int:
+def step_chunk_elems(numel: int, codec: str) -> int:
     """Elements per chunk where the run does not say: a power of two.
 
     Larger than for rounds after many steps: what a chunk costs every peer in work of its own comes with every step.
     """
     some = 1 << (max(1, numel // STEP_CHUNKS) - 1).bit_length()
-    return max(usual_chunk_elems(numel), min(some, USUAL_ELEMS_MAX))
+    return max(usual_chunk_elems(numel, codec), min(some, USUAL_ELEMS_MAX))
 
 
 def joint_spec(spec: RunSpec) -> OuterSpec:

@@ -123,19 +123,27 @@ class OuterLoop:
     ) -> Position:
         """Attach the state to the channel and load the swarm's theta into the model; blocks until both are done.
 
-        `chunk_elems`: 0 for `usual_chunk_elems`. `residual`: see `Outgoing`. UsageError: the parameters hold NaN or
-        Inf, and the run might begin from them. After an error another loop may open the channel.
+        `chunk_elems`: 0 for the run's, or `usual_chunk_elems`. `residual`: see `Outgoing`. UsageError: the parameters
+        hold NaN or Inf, and the run might begin from them. After an error another loop may open the channel.
         """
         if not self._sound and not self._peer.position(self._channel).t:
             raise UsageError("the parameters hold NaN or Inf, and a run would begin from them: give a sound model")
-        chunk_elems = chunk_elems or usual_chunk_elems(self.state.numel)
+        elems = chunk_elems or usual_chunk_elems(self.state.numel, codec)
         self.model.leased = lease_len > 0
-        grid = Grid(self.state.numel, chunk_elems, codec)
-        self._outgoing = Outgoing(grid, len(self._fragments), self._hook, self._clips)
+        self._outgoing = Outgoing(Grid(self.state.numel, elems, codec), len(self._fragments), self._hook, self._clips)
         self._outgoing.load_residual(residual)
-        self._peer.open(
-            self._channel, self.state, codec=codec, chunk_elems=chunk_elems, lease_len=lease_len, timeout_s=timeout_s
+        opened = self._peer.open(
+            self._channel, self.state, codec=codec, chunk_elems=elems, lease_len=lease_len, timeout_s=timeout_s
         )
+        if not chunk_elems and opened.chunk_elems not in (0, elems):  # an earlier version began it, with its own usual
+            self._peer.abandon(self._channel, self.state)
+            return self.open(
+                codec=codec,
+                chunk_elems=opened.chunk_elems,
+                lease_len=lease_len,
+                residual=residual,
+                timeout_s=timeout_s,
+            )
         try:
             return self.adopt()
         except BaseException:

@@ -41,6 +41,10 @@ class Position(Protocol):
     def digest(self) -> bytes:
         """BLAKE3 of the state after round `t`."""
 
+    @property
+    def chunk_elems(self) -> int:
+        """Elements per chunk in all rounds of the channel; 0 while nobody has opened it, and without a log."""
+
 
 class Pending(Protocol):
     """A contribution that was offered to the next round; `report` and `counted` are set before `wait` returns."""
