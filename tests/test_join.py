@@ -135,7 +135,7 @@ def test_an_observer_of_a_run_without_rounds_says_that_it_will_tell_of_none(
     peer = cast(Peer, SimpleNamespace(spec=SimpleNamespace(strategy=strategy)))
     with caplog.at_level(logging.INFO, "dlc"):
         look_on(peer, queue.SimpleQueue(), stop, False, lambda take: None)
-    assert (f'strategy = "{strategy}" has no rounds to look on at' in caplog.text) == told
+    assert (f'strategy = "{strategy}" has no log of rounds to look on at' in caplog.text) == told
 
 
 def test_a_run_that_is_over_is_given_more_rounds(host: Host) -> None:
