@@ -452,6 +452,15 @@ def test_a_receiver_is_for_one_at_a_time_and_not_for_ever() -> None:
     assert answers(probes.receive(YOU, ProbeOpen(10), 4.1), ProbeAnswer) == [ProbeAnswer(10, 0.0)]
 
 
+def test_who_dies_in_its_probe_keeps_no_receiver() -> None:
+    probes = machine()
+    probes.receive(YOU, ProbeOpen(7), 1.0)
+    probes.member(MemberDown(YOU._replace(inc=2)), 1.1)
+    assert answers(probes.receive(THIRD, ProbeOpen(8), 1.1), ProbeAnswer)[0].wait_s, "another process of that peer"
+    probes.member(MemberDown(YOU), 1.2)
+    assert answers(probes.receive(THIRD, ProbeOpen(8), 1.2), ProbeAnswer) == [ProbeAnswer(8, 0.0)]
+
+
 def test_a_peer_that_asks_again_and_again_is_refused_in_the_end() -> None:
     probes = machine()
     waits = [answers(probes.receive(YOU, ProbeOpen(i), float(i)), ProbeAnswer)[0].wait_s for i in range(GRANTS_MAX + 5)]
