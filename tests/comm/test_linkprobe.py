@@ -171,6 +171,16 @@ def test_who_has_met_enough_does_not_measure_again_when_others_come() -> None:
     assert {name: net.spent(name) for name in before} == before
 
 
+def test_those_who_come_all_the_time_put_no_probe_off_for_ever() -> None:
+    net = ProbeNet([(100 * MBIT, 100 * MBIT)] * 2)
+    came_s = 0.0
+    while came_s < linkprobe.SETTLE_S_MAX + 2 * linkprobe.SETTLE_S:
+        net.run(linkprobe.SETTLE_S / 2)
+        net.join(100 * MBIT, 100 * MBIT)
+        came_s += linkprobe.SETTLE_S / 2
+    assert net.told("p0") == pytest.approx(100 * MBIT, rel=0.15)
+
+
 def test_who_sends_by_more_connections_measures_again() -> None:
     """Buffers of one connection for half of what the link carries: the first round would be planned for that half."""
     net = ProbeNet([(50 * MBIT, 900 * MBIT)] + [(900 * MBIT, 900 * MBIT)] * 4)

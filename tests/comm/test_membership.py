@@ -215,6 +215,19 @@ def test_a_one_way_cut_leaves_both_alive_and_names_the_relay() -> None:
     assert a.relay_for("b") is None
 
 
+def test_a_direct_answer_that_comes_after_later_ones_takes_nothing_back() -> None:
+    """By its own time the direct way was closed: messages would go by the relay again."""
+    net = swarm("abcd")
+    net.cut.add(("a", "b"))
+    net.run(30)
+    net.cut.clear()
+    net.run(10)
+    a, b = net.hosts["a"].machine, net.hosts["b"].voter
+    late = next(nonce for nonce, ping in a._prober.pings.items() if ping.peer == "b")
+    assert a.receive(b, Ack(late, Gossip((), ())), net.now) == [] and late not in a._prober.pings
+    assert a.relay_for("b") is None
+
+
 def test_of_a_cut_of_a_second_nothing_is_said() -> None:
     net = swarm("abcd")
     net.cut.add(("a", "b"))
