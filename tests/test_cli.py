@@ -117,6 +117,9 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
     [
         ([], "COMMAND"),
         (["train"], "invalid choice: 'train'"),
+        (["jion"], "did you mean join?"),
+        (["bench", "lnk"], "did you mean link?"),
+        (["join", "--role", "helpr"], "did you mean helper?"),
         (["join", "--peer", "127.0.0.1:1"], "unrecognized arguments: --peer 127.0.0.1:1; did you mean --peers?"),
         (["join", "--peer=127.0.0.1:1"], "did you mean --peers?"),
         (["join", "--codec", "int8"], "--codec int8; codec is an option of RUN.toml, the file that --config names"),

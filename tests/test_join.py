@@ -19,10 +19,15 @@ import pytest
 
 from dlc.cli import main
 from dlc.cli.interrupt import Interrupts
+from dlc.cli.join import join_swarm
 from dlc.cli.observing import look_on
+from dlc.cli.options import parser
 from dlc.comm.security import generate_run_key
+from dlc.errors import SpecMismatch
+from dlc.joining import OtherSpec
 from dlc.peer import Peer
 from dlc.runspec import DataSpec, ModelSpec, RunSpec
+from dlc.statedir import StateDir
 from tests.helpers import wait_until
 from tests.swarm import DEADLINE_S, Event, Host, Process, free_addresses
 from tests.train.test_site import places
@@ -135,7 +140,7 @@ def test_an_observer_of_a_run_without_rounds_says_that_it_will_tell_of_none(
     peer = cast(Peer, SimpleNamespace(spec=SimpleNamespace(strategy=strategy)))
     with caplog.at_level(logging.INFO, "dlc"):
         look_on(peer, queue.SimpleQueue(), stop, False, lambda take: None)
-    assert (f'strategy = "{strategy}" has no rounds to look on at' in caplog.text) == told
+    assert (f'strategy = "{strategy}" has no log of rounds to look on at' in caplog.text) == told
 
 
 def test_a_run_that_is_over_is_given_more_rounds(host: Host) -> None:
@@ -180,6 +185,24 @@ def test_an_observer_may_come_first_and_whoever_joins_by_it_begins_the_run(host:
     trainers[0].event("round", counted=True)
     trainers[1].event("round", counted=True)
     assert {share["peer"] for share in observer.event("looked_on")["contributors"]} <= ids
+
+
+@pytest.mark.parametrize("words", [[], ["--config", "RUN.toml"], ["--resume", "checkpoint"]])
+def test_rounds_alone_is_answered_by_the_run_s_length_and_not_by_all_that_differs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str]
+) -> None:
+    theirs = RunSpec(run="theirs", rounds=9, sync_every=7)
+
+    def refused(*args: object, spec: RunSpec, **options: object) -> Peer:
+        raise OtherSpec(spec, theirs)
+
+    monkeypatch.setattr(Peer, "join", refused)
+    args = parser(demo_wanted=False).parse_args(["join", "--peers", "127.0.0.1:1", "--rounds", "8", *words])
+    args.key = None
+    with contextlib.closing(StateDir(tmp_path)) as state, pytest.raises(SpecMismatch) as told:
+        join_swarm(args, RunSpec(rounds=8), state, None, queue.SimpleQueue())
+    alone = "the run 'theirs', which has rounds = 9: leave out --rounds" in str(told.value)
+    assert alone == (not words) and ("sync_every" in str(told.value)) == bool(words)
 
 
 def test_a_wrong_key_and_another_run_are_refused(host: Host) -> None:

@@ -23,7 +23,7 @@ from dlc.comm.calls import MISFIT, Call, GroupFormed
 from dlc.comm.cells import grid_of
 from dlc.comm.driver import Reply
 from dlc.comm.effects import Effect
-from dlc.comm.gossip import Share, absorb
+from dlc.comm.gossip import RECLAIM_S, Share, absorb
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.mesh import Mesh
@@ -983,6 +983,23 @@ def test_a_gossip_gives_nothing_to_whom_no_vector_reaches_and_comes_to_the_mean_
         gossip.step(x, wait_s=0.0)
     assert sum(gossip.weight for gossip in gossips) == pytest.approx(4.0)
     assert sum(gossip.weight * float(x[0]) for gossip, x in zip(gossips, held, strict=True)) == pytest.approx(6.0)
+
+
+def test_a_gift_whose_taker_is_down_is_waited_for_by_no_step_and_comes_back() -> None:
+    """Each step of a minute stood still for all of `wait_s`, once a neighbour was dead with a gift on its way to it."""
+    net = MeshNet(1)
+    hosts = net.add(2)
+    gossips = [dlc.Gossip(cast(dlc.Peer, NetPeer(net, host)), graph="ring", codec="fp32") for host in hosts]
+    net.run(5.0)
+    x, looks = torch.ones(4), list[int]()
+    gossips[0].step(x, wait_s=0.0)
+    net.kill(hosts[1])
+    net.run(10.0)
+    gossips[0].stopping = lambda: looks.append(1) or len(looks) > 2  # type: ignore[func-returns-value]
+    report = gossips[0].step(x, wait_s=60.0)
+    assert (report.unsettled, report.peers, len(looks)) == (0.5, 1, 1)
+    net.run(RECLAIM_S)
+    assert gossips[0].step(x, wait_s=60.0).returned == {hosts[1].name: "dead"} and gossips[0].weight == 1.0
 
 
 def test_a_group_whose_beginning_is_interrupted_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

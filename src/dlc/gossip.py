@@ -121,7 +121,7 @@ class Gossip:
         this peer has with all that came by now. What tensors of bf16 or fp16 cannot say of the estimate is kept here.
 
         wait_s: how long to wait for the gifts of those who give to this peer in this step, while they are up, and for
-        its own to be taken. 0: take what is there; what comes later is taken in by the next step.
+        its own to be taken by those who are up. 0: take what is there; what comes later is taken in by the next step.
         keep_s: a gift of which nothing has gone to its taker for so long is withdrawn, and comes back; one that gets on
         goes on into later steps. Nothing is given to a peer before its last gift is settled.
         Raises UsageError (other shapes than before; NaN or Inf; closed): nothing was given or taken then. After Ctrl-C,
@@ -271,7 +271,8 @@ class Gossip:
         self._ask(lambda: setattr(machine, "next_to", next_to))
 
     def _wait(self, machine: Machine, givers: list[Voter], wait_s: float) -> None:
-        """For the gifts of this step to this peer, and for its own to be settled."""
+        """For the gifts of this step to this peer, and for its own to be settled: not for one that is withdrawn, whose
+        taker may be down for long."""
         end = clock() + wait_s
 
         def waiting() -> bool:
@@ -279,7 +280,7 @@ class Gossip:
             behind = {v for v, place in self._members().items() if place.t < self.t}
             return self._ask(
                 lambda: (
-                    bool(machine.unsettled)
+                    bool(machine.wanted)
                     or any((v in behind or v in machine.coming) and not machine.arrived_from(v, self.t) for v in givers)
                 )
             )

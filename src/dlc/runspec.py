@@ -375,7 +375,8 @@ class RunSpec:
     2e9 parameters), and fewer with int8, int4 and topk. The library's own all-reduces take smaller ones for short
     vectors. Not for the strategies "gossip" and "moshpit"."""
     rounds: int = 0
-    """The run ends with this many training rounds, with fragments of each of them. 0: no such limit. With `tokens` too,
+    """The run ends with this many training rounds, with fragments of each of them. With "data-parallel" a round is a
+    step; with "gossip" and "moshpit" each peer's own exchange with a few others. 0: no such limit. With `tokens` too,
     the first reached ends it. Once all peers have stopped, both may be changed, and the run goes on."""
     tokens: int = 0
     """The run ends with the round that reaches this many tokens, all peers together. 0: no such limit. With neither

@@ -32,11 +32,11 @@ TABLES = {"gossip": "gossip", "moshpit": "moshpit", "parameter-server": "server"
 
 @dataclasses.dataclass(frozen=True)
 class GossipSpec:
-    """Averaging of parameters with neighbours, without rounds. Only for strategy "gossip"."""
+    """Averaging of parameters with neighbours, without rounds of all. Only for strategy "gossip"."""
 
     graph: str = "exponential"
     """Who averages with whom. "ring": the neighbours in the order of ids. "exponential": the peer 1, 2, 4, ... places
-    ahead, another at each exchange. "random-pairs": pairs that are drawn anew at each exchange."""
+    ahead, another in each round. "random-pairs": pairs that are drawn anew in each round."""
     update: str = "average"
     """"average": parameters become the mean. "noloco": slow weights and a momentum of what the pair has learned, drawn
     to the pair's mean (NoLoCo, arXiv:2506.10911); needs graph "random-pairs"."""
@@ -49,9 +49,9 @@ class GossipSpec:
     2 (1 - outer_momentum^2): with more, momentum drives peers apart. Only for update "noloco"."""
 
     wait_s: float = 2.0
-    """How long an exchange waits at most for the neighbours that it is with. 0: it takes what came meanwhile, and inner
+    """How long a round waits at most for the neighbours that it is with. 0: it takes what came meanwhile, and inner
     steps never stand still; not for update "noloco". That one waits up to twice as long where it follows others to a
-    later step, and in two of 16 steps until a partner that is not much slower can be there, to come to be in step."""
+    later round, and in two of 16 rounds until a partner that is not much slower can be there, to come to be in step."""
 
     def __post_init__(self) -> None:
         options.check_types(self, "gossip.")
@@ -84,11 +84,11 @@ class MoshpitSpec:
     group_size: int = 0
     """Peers in a group (M), at least 2. 0: about 8, or as `dims` and the number of peers have it."""
     dims: int = 0
-    """Dimensions of the grid (d): in as many exchanges what a peer learned reaches all, and M^d peers have a place
+    """Dimensions of the grid (d): in as many rounds what a peer learned reaches all, and M^d peers have a place
     each. 0: as the group size and the number of peers have it."""
     wait_s: float = 5.0
     """How long a peer waits for the members of its group that have not come, above 0; up to twice as long where it
-    follows others to a later exchange. In two of 16 cycles it waits until those that are not much slower can be there,
+    follows others to a later round. In two of 16 cycles it waits until those that are not much slower can be there,
     to come to be in step with them."""
 
     def __post_init__(self) -> None:

@@ -171,6 +171,16 @@ def test_who_has_met_enough_does_not_measure_again_when_others_come() -> None:
     assert {name: net.spent(name) for name in before} == before
 
 
+def test_those_who_come_all_the_time_put_no_probe_off_for_ever() -> None:
+    net = ProbeNet([(100 * MBIT, 100 * MBIT)] * 2)
+    came_s = 0.0
+    while came_s < linkprobe.SETTLE_S_MAX + 2 * linkprobe.SETTLE_S:
+        net.run(linkprobe.SETTLE_S / 2)
+        net.join(100 * MBIT, 100 * MBIT)
+        came_s += linkprobe.SETTLE_S / 2
+    assert net.told("p0") == pytest.approx(100 * MBIT, rel=0.15)
+
+
 def test_who_sends_by_more_connections_measures_again() -> None:
     """Buffers of one connection for half of what the link carries: the first round would be planned for that half."""
     net = ProbeNet([(50 * MBIT, 900 * MBIT)] + [(900 * MBIT, 900 * MBIT)] * 4)
@@ -450,6 +460,15 @@ def test_a_receiver_is_for_one_at_a_time_and_not_for_ever() -> None:
     assert answers(probes.receive(THIRD, ProbeOpen(9), 1.0 + GRANT_S), ProbeAnswer) == [ProbeAnswer(9, 0.0)]
     probes.receive(THIRD, ProbeClose(9), 4.0)
     assert answers(probes.receive(YOU, ProbeOpen(10), 4.1), ProbeAnswer) == [ProbeAnswer(10, 0.0)]
+
+
+def test_who_dies_in_its_probe_keeps_no_receiver() -> None:
+    probes = machine()
+    probes.receive(YOU, ProbeOpen(7), 1.0)
+    probes.member(MemberDown(YOU._replace(inc=2)), 1.1)
+    assert answers(probes.receive(THIRD, ProbeOpen(8), 1.1), ProbeAnswer)[0].wait_s, "another process of that peer"
+    probes.member(MemberDown(YOU), 1.2)
+    assert answers(probes.receive(THIRD, ProbeOpen(8), 1.2), ProbeAnswer) == [ProbeAnswer(8, 0.0)]
 
 
 def test_a_peer_that_asks_again_and_again_is_refused_in_the_end() -> None:

@@ -356,6 +356,20 @@ def test_connections_that_carried_such_messages_before_they_stalled_are_not_coun
     assert lives(n_bytes, n_bytes) == 1
 
 
+def test_that_a_connection_broke_is_known_until_somebody_looks(link: Tried) -> None:
+    """Whatever is tried meanwhile: what it was given last may be lost, and has to go once more."""
+    link.advance(0.0)
+    link._on_event(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0, 1.0)
+    link._on_event(zmq.EVENT_DISCONNECTED, 0, 2.0)
+    assert not link.broke, "it was given nothing"
+    link._on_event(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0, 3.0)
+    link.socket = cast(Any, Takes())
+    Link.send(link, [b"x"])
+    link._on_event(zmq.EVENT_DISCONNECTED, 0, 4.0)
+    link.close()
+    assert link.broke
+
+
 def test_why_the_last_attempt_failed_is_known_until_one_succeeds(link: Tried) -> None:
     link.advance(0.0)
     assert link.why == ""

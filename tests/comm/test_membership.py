@@ -174,6 +174,18 @@ def test_the_answers_of_one_that_slept_make_nobody_patient(frozen_s: float) -> N
     assert most_s < 1.5 * before_s
 
 
+def test_who_slept_measures_no_round_trip_by_its_sleep() -> None:
+    net = swarm("ab", latency_s=(0.02, 0.2))
+    net.run(30)
+    machine = net.hosts["a"].machine
+    before_s, effects = machine.rtt_s("b"), machine.begin_refresh(net.now)
+    (ping,) = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, Ping)]
+    net.freeze("a")
+    net.run(8.0)
+    machine.receive(net.hosts["b"].voter, Ack(ping.nonce, Gossip((), ())), net.now)
+    assert machine.refreshed(net.hosts["b"].voter) and machine.rtt_s("b") == before_s
+
+
 def test_answers_to_pings_of_long_ago_prove_nothing() -> None:
     net = swarm("ab")
     voter = net.hosts["b"].voter
@@ -212,6 +224,19 @@ def test_a_one_way_cut_leaves_both_alive_and_names_the_relay() -> None:
     assert net.said("Apart") == {("a", "b"), ("b", "a")}
     net.cut.clear()
     net.run(10)
+    assert a.relay_for("b") is None
+
+
+def test_a_direct_answer_that_comes_after_later_ones_takes_nothing_back() -> None:
+    """By its own time the direct way was closed: messages would go by the relay again."""
+    net = swarm("abcd")
+    net.cut.add(("a", "b"))
+    net.run(30)
+    net.cut.clear()
+    net.run(10)
+    a, b = net.hosts["a"].machine, net.hosts["b"].voter
+    late = next(nonce for nonce, ping in a._prober.pings.items() if ping.peer == "b")
+    assert a.receive(b, Ack(late, Gossip((), ())), net.now) == [] and late not in a._prober.pings
     assert a.relay_for("b") is None
 
 

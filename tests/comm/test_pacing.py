@@ -592,10 +592,15 @@ class Told:
 
 
 def info(
-    length: int, app_limited: bool = True, min_rtt_us: int = 20_000, sacked: int = 0, threshold: int = 40
+    length: int,
+    app_limited: bool = True,
+    min_rtt_us: int = 20_000,
+    sacked: int = 0,
+    threshold: int = 40,
+    probes: int = 0,
 ) -> bytes:
     told = bytearray(248)
-    told[2] = 4
+    told[2], told[3] = 4, probes
     told[7] = (
         (0x01 if sys.byteorder == "little" else 0x80) if app_limited else 0x06 if sys.byteorder == "little" else 0x60
     )
@@ -629,6 +634,7 @@ def test_tcp_info_of_every_length_is_read(monkeypatch: pytest.MonkeyPatch, lengt
     assert other is not None and not other.app_limited and other.min_rtt_s == 0
     lossy = tcp.sample(Told(info(length, sacked=5)))  # type: ignore[arg-type]
     assert lossy is not None and (lossy.bytes_acked, lossy.sacked_bytes) == (10**12 + 5 * 1448, 5 * 1448)
+    assert [found.timeouts for probes in (3, 6) if (found := tcp.sample(Told(info(length, probes=probes))))] == [4, 6]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_alone_it_is_the_inner_loop(tmp_path: Path, school: School, options: dic
     means = [statistics.mean(losses[3 * i : 3 * i + 3]) for i in range(8)]
     assert [event["loss"] for event in pupil.all("averaging")] == pytest.approx(means)
     last_exchange = pupil.all("averaging")[-1]
-    assert sentence(last_exchange).startswith("averaging 8: with nobody; distance 0; ")
+    assert sentence(last_exchange).startswith("round 8: with nobody; distance 0; ")
     shown = point(last_exchange)
     assert shown is not None and (shown.at, shown.values["round/peers"]) == (8, 1)
     first, last = (event["loss"] for event in pupil.all("validation"))
@@ -247,7 +247,7 @@ def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
     assert new.all("step")[0]["step"] == 20 * 3, "the schedule is that of the others"
     assert {s.reason for s in school.summaries()} == {"rounds"}
     told = [record.message for record in caplog.records if record.name == averaging.__name__]
-    assert told == ["goes on from the model of another peer, of exchange 20; its own was of exchange 0"]
+    assert told == ["goes on from the model of another peer, of round 20; its own was of round 0"]
 
 
 def stands(pupil: Pupil) -> object:

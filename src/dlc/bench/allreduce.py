@@ -124,7 +124,7 @@ class Work:
         if get_codec(self.codec).sparse:
             raise UsageError(f"{self.codec} is for training only: it leaves most elements for later rounds")
         if not 0 < self.mb <= MB_MAX:
-            raise UsageError(f"--mb is {self.mb:g}; choose up to {MB_MAX:g} MB")
+            raise UsageError(f"--mb is {self.mb:g}; choose more than 0, up to {MB_MAX:g} MB")
         if self.n_peers < 2 or self.rounds < 1:
             raise UsageError("an all-reduce needs at least 2 peers and 1 round")
 

@@ -77,7 +77,7 @@ def devices(name: str) -> tuple[list[torch.device], str]:
 def measure_codecs(mb: float, on: list[torch.device], say: Callable[[str], None]) -> list[CodecReport]:
     """Every codec on every device, for a vector of `mb` (10^6 bytes of fp32)."""
     if not 0 < mb <= MB_MAX:
-        raise UsageError(f"--mb is {mb:g}; choose up to {MB_MAX:g} MB")
+        raise UsageError(f"--mb is {mb:g}; choose more than 0, up to {MB_MAX:g} MB")
     check_memory(f"--mb {mb:g}", VECTORS * mb * 1e6, "choose a smaller vector")
     keep_freed_chunks()
     torch.set_num_threads(1)

@@ -35,6 +35,7 @@ example:
   dlc bench serve --listen 0.0.0.0:4700 --key-file run.key    until Ctrl-C; uses TCP 4700 and 4701
 
 Whoever has the key can measure to and from this host, one at a time; nobody else can. No GPU, no model, no run.
+Exit codes: 0 ended by Ctrl-C or SIGTERM; 2 usage, or the port is taken.
 """
 LINK_EXAMPLE = """\
 example:
@@ -56,10 +57,14 @@ examples:
   dlc bench allreduce --peers A:4600,B:4600 --listen 0.0.0.0:4600 --advertise A --key-file run.key   on A; on B likewise
 
 With --peers, start the same command on every host of the list, with an --advertise of its own.
+Exit codes: 0 measured; 2 usage; 3 the others did not come, or have another key; 4 broken off, as somebody was gone:
+what was measured until then is printed; 130 interrupted.
 """
 CODEC_EXAMPLE = """\
 example:
   dlc bench codec --mb 64 --device auto
+
+Exit codes: 0 measured; 2 usage; 130 interrupted.
 """
 
 

@@ -298,7 +298,12 @@ def join_swarm(
         )
 
     if spec is not None or saved is None:
-        return attempt(spec, saved), saved
+        try:
+            return attempt(spec, saved), saved
+        except OtherSpec as error:
+            if args.config is None and args.rounds is not None and args.resume in (AUTO, NEVER):
+                raise SpecMismatch(_rounds_alone(args.rounds, error.theirs)) from None
+            raise
     try:
         return attempt(saved.spec, saved), saved
     except OtherSpec as error:
@@ -311,6 +316,16 @@ def join_swarm(
         _tell_left_alone(state.path, saved.path)
     own = saves.newest(state.path, theirs)
     return attempt(None if own is None else theirs, own), own
+
+
+def _rounds_alone(rounds: int, theirs: RunSpec) -> str:
+    """All other options that differ are not what the user has said, and would only hide this one."""
+    length = f"has rounds = {theirs.rounds}" if theirs.rounds else "has no such end"
+    return (
+        f"--rounds {rounds} without --config means the embedded run, and the peers have the run {theirs.run!r}, which "
+        f"{length}: leave out --rounds to take part in it. To make it longer, stop all of its peers, and start one "
+        "with its RUN.toml (if it has one) and --rounds first"
+    )
 
 
 def _train(

@@ -50,7 +50,8 @@ def look_on(
     tell_start(lines.take)
     if peer.spec.strategy in WITHOUT_LOG:
         log.info(
-            'a run with strategy = "%s" has no rounds to look on at: who comes and who leaves is all that is told here',
+            'a run with strategy = "%s" has no log of rounds to look on at: who comes and who leaves is all that is '
+            "told here",
             peer.spec.strategy,
         )
     teller = Teller(peer, take, events)

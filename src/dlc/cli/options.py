@@ -105,6 +105,16 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(word, names, n=1)
         return f"; did you mean {near[0]}?" if near else ""
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """With a suggestion, which argparse itself makes from Python 3.14 on, if asked."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
+            if not near:
+                raise
+            raise argparse.ArgumentError(action, f"{error.message}; did you mean {near[0]}?") from None
+
     def error(self, message: str) -> NoReturn:
         """One line, as of every error: argparse puts all options before it, a dozen lines."""
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` tells more)\n")

@@ -250,11 +250,11 @@ def sentence(event: Event) -> str:
 
 
 def averaging(event: Event) -> str:
-    """An exchange without a round: with whom, how far models are apart, what it took."""
+    """A round of this peer with a few others: with whom, how far models are apart, what it took."""
     partners, missing = event["partners"], event["missing"]
     met = ", ".join(peer[:8] for peer in partners) or "nobody"
     parts = [
-        f"averaging {event['t']}: with {met}",
+        f"round {event['t']}: with {met}",
         f"distance {'not known' if event['distance'] is None else format(event['distance'], '.4g')}",
         f"{event['seconds']:.2f} s (waiting {event['waiting_s']:.2f})",
         f"sent {megabytes(event['bytes_sent']) or 0}, received {megabytes(event['bytes_received']) or 0}",

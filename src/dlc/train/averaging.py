@@ -1,6 +1,6 @@
 """The strategies "gossip" and "moshpit": a peer trains its own model, and averages its parameters with a few others.
 
-    [ H inner steps ──> exchange with a few ──> show the model to newcomers ] again
+    [ H inner steps ──> exchange with a few ──> show the model to newcomers ] again: a *round*, of this peer alone
 
 - There is no log, and so no common state: models differ between peers, by the *consensus distance* that every
   exchange tells (the root mean square of how far each is from the mean of all). Nobody is waited for but the few of an
@@ -85,7 +85,7 @@ class Exchange(Protocol):
     """With whom one averages, and how. A `step` waits for nobody from the time on that the training is to stop."""
 
     def step(self, t: int, vector: Tensor) -> Averaged:
-        """Average `vector` (fp32, CPU, [numel]) in place, as exchange `t`; who fails is no part of the mean."""
+        """Average `vector` (fp32, CPU, [numel]) in place, as round `t`; who fails is no part of the mean."""
 
     def own(self) -> dict[str, Tensor]:
         """What is to be kept of this peer in a checkpoint."""
@@ -158,7 +158,7 @@ class Averaging:
         counts = saved.own.get(_COUNTS)
         if counts is None or counts.shape != (3,):
             raise CheckpointError(
-                f"{saved.path} is not of a run that averages without rounds, or is of another version of dlc"
+                f"{saved.path} is not of a run that averages without a log, or is of another version of dlc"
             )
         self._vector.copy_(theta_of(saved.image))
         self._view.scatter(self._vector)
@@ -177,7 +177,7 @@ class Averaging:
             if not lost and (self._t or not furthest):
                 return False
             if self._t:
-                log.warning("%s trained further, and left or do not answer: goes on from exchange %d", lost, self._t)
+                log.warning("%s trained further, and left or do not answer: goes on from round %d", lost, self._t)
                 return False
             if not lost:  # a model that nobody has trained would spoil theirs
                 since = None
@@ -222,11 +222,11 @@ class Averaging:
         t = handover.fetch(self._scratch, above=self._t)
         if t is None:
             again = self._unheard or not self._t
-            then = "it is asked for again" if again else f"this peer goes on from its own, of exchange {self._t}"
+            then = "it is asked for again" if again else f"this peer goes on from its own, of round {self._t}"
             log.log(logging.DEBUG if self._in_vain else logging.WARNING, "nobody could give its model: %s", then)
             self._in_vain = True
             return False
-        log.info("goes on from the model of another peer, of exchange %d; its own was of exchange %d", t, self._t)
+        log.info("goes on from the model of another peer, of round %d; its own was of round %d", t, self._t)
         self._vector, self._scratch = self._scratch, self._vector
         self._view.scatter(self._vector)
         self._t = t
@@ -288,12 +288,12 @@ class Averaging:
         self._diverged += 1
         self._drop(self._t)
         self._parts.tell.event("diverged", t=self._t, in_a_row=self._diverged)
-        log.warning("the loss is not finite; the inner steps since the last exchange are undone")
+        log.warning("the loss is not finite; the inner steps since the last round are undone")
         self._view.scatter(self._vector)
         self._inner = self._parts.engine.inner_loop()
         if self._diverged >= DIVERGED_MAX:
             raise DlcError(
-                f"the loss was not finite {DIVERGED_MAX} times in a row (last after step {self._t}): found the run "
+                f"the loss was not finite {DIVERGED_MAX} times in a row (last after round {self._t}): found the run "
                 'anew, or from its model (model.kind = "path"), with a lower inner.lr, a longer inner.warmup_steps, or '
                 "inner.clip_norm above 0"
             )
@@ -404,12 +404,12 @@ def _told_by(members: Iterable[MemberView]) -> dict[PeerId, int]:
 
 
 def last_of(spec: RunSpec) -> int:
-    """The last exchange that there can be: who tells of one after it is not followed."""
+    """The last round that there can be: who tells of one after it is not followed."""
     return spec.rounds or T_MAX
 
 
 def followed(ts: Sequence[int], last: int) -> int:
-    """Of the exchanges that the others are at: the furthest, with which this peer goes on; 0 where there is none. To
+    """Of the rounds that the others are at: the furthest, with which this peer goes on; 0 where there is none. To
     the run's end one goes by itself, or with most: one that has ended alone, behind a cut, and is started again, is
     there, too."""
     at_end = sum(t >= last for t in ts)
