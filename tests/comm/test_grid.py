@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,3 +152,17 @@ def test_the_largest_chunk_fits_a_frame(codec: str) -> None:
 def test_the_usual_chunk_is_small_against_the_vector(numel: int, chunks: int, elems: int) -> None:
     grid = Grid(numel, usual_chunk_elems(numel), "fp16")
     assert (grid.n_chunks, grid.chunk_elems) == (chunks, elems)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "int8", "int4"])
+def test_what_a_codec_cannot_say_is_the_rest_in_whatever_memory(codec: str) -> None:
+    grid = Grid(300, 256, codec)
+    vector = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 1e-5
+    memory = torch.full((256,), torch.nan)
+    for chunk in range(grid.n_chunks):
+        own = vector[slice(*grid.span(chunk))].clone()
+        rest = grid.unsaid(chunk, own)
+        assert torch.equal(rest, own - grid.coder.decode(grid.coder.encode(own), len(own)))
+        assert torch.equal(own, vector[slice(*grid.span(chunk))])
+        into = grid.unsaid(chunk, own, memory)
+        assert torch.equal(into, rest) and into.data_ptr() == memory.data_ptr()
