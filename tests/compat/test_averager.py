@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_overloads, get_type_hints
 
 import pytest
@@ -24,7 +25,7 @@ from dlc.compat.hivemind.averaging.allreduce import AllreduceException, Averagin
 from dlc.compat.hivemind.averaging.averager import EXCHANGE_S
 from dlc.compat.hivemind.averaging.carry import carry, same_bits, take
 from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
-from dlc.compat.hivemind.averaging.directory import REFRESH_S
+from dlc.compat.hivemind.averaging.directory import REFRESH_S, Directory, Entry
 from dlc.compat.hivemind.averaging.image import LENGTH, pack_state, unpack_state
 from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import SizeAdaptiveCompression
@@ -225,6 +226,60 @@ def test_a_state_is_shared_by_who_trains_unless_it_says_otherwise() -> None:
     assert averager(town, [torch.zeros(1)], auxiliary=True, allow_state_sharing=True).allow_state_sharing
 
 
+def test_a_priority_makes_nobody_share_a_state_and_is_kept_for_when_it_does() -> None:
+    peer = averager(Town(), [torch.zeros(1)], allow_state_sharing=False)
+    peer.state_sharing_priority = 5.0
+    assert not peer.allow_state_sharing and peer.state_sharing_priority == 5.0
+    peer.allow_state_sharing = True
+    assert peer.entry.priority == 5.0
+    (given,) = peer.get_current_state()[1]
+    with peer.get_tensors() as (tensor,):
+        assert torch.equal(given, tensor) and given.data_ptr() != tensor.data_ptr()  # it is read later
+
+
+def test_a_round_waits_for_those_who_can_come_to_it() -> None:
+    town, node, aux = Town(), AveragingMode.NODE.value, AveragingMode.AUX.value
+
+    def entered(**fields: Any) -> Directory:
+        return Directory(town.peer(), "run", Entry(**{"bits": "0", "mode": node, "schema": "s", "round": 5, **fields}))
+
+    def ids(*directories: Directory) -> set[str]:
+        return {directory._swarm.id for directory in directories}
+
+    me, same, busy = entered(), entered(), entered(round=4)
+    for out in ({"round": 3}, {"round": 6}, {"bits": "1"}, {"schema": "t"}, {"mode": aux}):
+        entered(**out)
+    free, helping = entered(round=-1), entered(round=-1, mode=aux)
+    assert me.expected("0", 5) == ids(me, same, busy)
+    assert me.expected("0", -1) == ids(me, free, helping)
+
+
+def test_of_donors_as_far_as_each_other_chance_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a hundred newcomers would all load from one peer."""
+    town = Town()
+    donors = [averager(town, [torch.zeros(1)]) for _ in range(3)]
+    for donor in donors:
+        donor.state_sharing_priority = 1.0
+    loader = averager(town, [torch.zeros(1)])
+    ids, shares = [str(donor.peer_id) for donor in donors], iter((0.5, 0.9, 0.1))
+    monkeypatch.setattr(sharing, "random", SimpleNamespace(random=lambda: next(shares)))
+    assert loader._sharing is not None and loader._sharing._donors() == [ids[2], ids[0], ids[1]]
+
+
+def test_who_loads_a_state_itself_gives_none_unless_all_others_load_from_it() -> None:
+    """Or two that load at once would take over each other's."""
+    town = Town()
+    elder, younger = (averager(town, [torch.zeros(1)]) for _ in range(2))
+    assert elder._sharing is not None and younger._sharing is not None
+    for peer in (elder, younger):
+        peer.announce(loading=True)
+    assert elder._sharing._may_give() and not younger._sharing._may_give()
+    younger.announce(loading=False)
+    assert younger._sharing._may_give()
+    younger.allow_state_sharing = False
+    assert not younger._sharing._may_give()
+
+
 def test_a_step_says_on_that_its_averager_is_here_and_when_it_was_changed() -> None:
     town = Town()
     peers = [averager(town, [torch.zeros(1)]) for _ in range(2)]
@@ -342,6 +397,9 @@ def test_peers_with_other_shapes_do_not_meet_and_are_named(caplog: pytest.LogCap
     with pytest.raises(AllreduceException):
         alone.result(WAIT_S)
     assert str(other.peer_id)[:8] in caplog.text and torch.equal(of(other)[0], torch.zeros(4))
+    for options in ({"compression": Float16Compression()}, {"dtype": torch.bfloat16}):
+        dtype = options.pop("dtype", torch.float32)
+        assert averager(town, [torch.zeros(3, dtype=dtype)], **options).entry.schema != alike[0].entry.schema  # type: ignore[call-overload]
 
 
 def test_notices_that_no_averager_posts_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
