@@ -141,6 +141,7 @@ def test_bits_rotate_and_a_peer_without_bits_stays_where_it_is() -> None:
     assert rotated("0110", members, "c", 4) == "1010"
     assert rotated("01", members, "d", None) == "11"
     assert rotated("01", ["a"], "a", 1) == "01"
+    assert rotated("0110", ["a", "b"], "b", 8) == "0001", "a place among as many as a group may have"
     assert rotated("", members, "c", 4) == ""
     town = Town()
     peer = averager(town, [torch.zeros(1)])
