@@ -1909,6 +1909,29 @@ def test_progress_of_all_adds_up_and_who_is_gone_is_not_counted() -> None:
     assert not trackers[0].is_alive() and watcher.global_epoch == 0
 
 
+def test_batches_count_by_their_size_against_the_first_of_their_sum() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    averager = GradientAverager([weight], dht=dht(Town()), prefix="sums", start=True)
+    for sizes, mean in (((2, 4, 2), (1 + 2 * 2 + 3) / 3), ((4, 2), (1 + 2 / 2) / 2)):
+        for i, size in enumerate(sizes):
+            weight.grad = torch.full((2,), i + 1.0)
+            averager.accumulate_grads_(size)
+        assert averager.local_samples_accumulated == sum(sizes)
+        averager.load_accumulators_into_averager_()
+        with averager.get_tensors() as (average,):
+            torch.testing.assert_close(average, torch.full((2,), mean))
+        averager.reset_accumulated_grads_()
+
+
+def test_a_client_that_is_ahead_ends_nobodys_epoch() -> None:
+    """It gives no state, from which those behind could load what it has."""
+    town = Town()
+    client, other = (ProgressTracker(dht(town), "run", TARGET, client_mode=mode, start=True) for mode in (True, False))
+    client.report_local_progress(3, 8)
+    other.report_local_progress(1, 8)
+    assert other.progress_now().epoch == 1 and not other.ready_to_update_epoch
+
+
 def test_progress_of_other_types_is_not_counted() -> None:
     """A name in place of a flag ended the step of every other peer; a rate that is no number, the estimates."""
     town = Town()
