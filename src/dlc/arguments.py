@@ -40,6 +40,13 @@ def number(name: str, value: object, least: float, most: float, limits: str) -> 
     return given
 
 
+def finite(name: str, value: object) -> float:
+    """UsageError: it is no finite number."""
+    if not math.isfinite(given := real(value)):
+        raise UsageError(f"{name} is {value!r:.60}: it must be a finite number")
+    return given
+
+
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     """UsageError: it is no whole number from `least` on, to `most` where that is given."""
     given = cast(int, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -159,3 +160,17 @@ def test_the_usual_chunk_is_small_against_the_vector(numel: int, chunks: int, el
 def test_a_codec_that_makes_few_bytes_has_fewer_chunks(codec: str, chunks: int) -> None:
     """Between four sites a round of int4 took half as long again with chunks of 8 kB: each costs all peers work."""
     assert Grid(25_000_000, usual_chunk_elems(25_000_000, codec), codec).n_chunks == chunks
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "bf16", "int8", "int4"])
+def test_what_a_codec_cannot_say_is_the_rest_in_whatever_memory(codec: str) -> None:
+    grid = Grid(300, 256, codec)
+    vector = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 1e-5
+    memory = torch.full((256,), torch.nan)
+    for chunk in range(grid.n_chunks):
+        own = vector[slice(*grid.span(chunk))].clone()
+        rest = grid.unsaid(chunk, own)
+        assert torch.equal(rest, own - grid.coder.decode(grid.coder.encode(own), len(own)))
+        assert torch.equal(own, vector[slice(*grid.span(chunk))])
+        into = grid.unsaid(chunk, own, memory)
+        assert torch.equal(into, rest) and into.data_ptr() == memory.data_ptr()

@@ -29,12 +29,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from dlc.comm import ledger
 from dlc.comm import messages as msg
+from dlc.comm.agenda import Agenda
 from dlc.comm.collector import Collector
 from dlc.comm.coordinator import RUN, Coordinator
 from dlc.comm.entries import CONFIG, ROUND, Part
@@ -936,3 +938,31 @@ def test_a_process_that_is_back_as_another_did_not_leave() -> None:
     reports = stage.committed(plan.entry.t, [p for p in stage.peers() if p.host.name != name], 60.0)
     for report in reports.values():
         assert [(m.peer, m.reason) for m in report.missing] == [(name, "dead")]
+
+
+# ------------------------------------------------------------------ many channels
+
+
+def test_of_many_calls_that_wait_each_is_told_once_and_looked_at_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each call all others were told anew, and with each that was told all others looked at: a hundred at once
+    took twenty times as long as one after the other, and kept peers so busy that they were taken for dead."""
+    monkeypatch.setattr("dlc.sim.invariants.check_means", lambda *known: None)  # these are no vectors of its trainers
+    monkeypatch.setattr("dlc.sim.limits.over", lambda process: "")  # nor are limits by their grids those of this one
+    looks, look = [0], Agenda._round
+    monkeypatch.setattr(Agenda, "_round", lambda self, channel: (looks.append(looks.pop() + 1), look(self, channel))[1])
+    stage, n, grid = Stage(2, inner_s=20.0), 20, Grid(8, 8, "fp32")
+    calls = [f"call {i}" for i in range(n)]
+    stage.world.grids |= dict.fromkeys(calls, grid)
+    sinks = {(p.voter, name): Means() for p in stage.peers() for name in calls}
+    looks[0] = 0
+    for process in stage.peers():
+        for name in calls:
+            how = {"weight": 1.0, "upto": 0, "patience_s": 25.0, "sink": sinks[process.voter, name]}
+            stage.world.checker.offered(process, name, Part(process.voter, 1.0, process.node.offers + 1))
+            vector = torch.ones(8)
+            act = partial(process.node.contribute, name, vector, grid, **how)
+            stage.world.act(process, lambda now, act=act: act(now=now))
+    told = [m.channel for _, _, _, m in stage.sent if isinstance(m, msg.Ready) and m.channel in calls]
+    assert sorted(told) == sorted(calls), "by the one that does not coordinate"
+    stage.until(lambda: all(sink.t for sink in sinks.values()), 120.0)
+    assert looks[0] < 3 * n**2

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_overloads, get_type_hints
 
 import pytest
 import torch
@@ -18,14 +22,18 @@ from dlc.comm.seating import GROUP_MAX
 from dlc.compat.hivemind import DHT, DecentralizedAverager, Float16Compression, NoCompression, peer_swarm
 from dlc.compat.hivemind.averaging import sharing
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
+from dlc.compat.hivemind.averaging.averager import EXCHANGE_S
 from dlc.compat.hivemind.averaging.carry import carry, same_bits, take
 from dlc.compat.hivemind.averaging.control import AveragingStage, StepControl
+from dlc.compat.hivemind.averaging.directory import REFRESH_S, Directory, Entry
 from dlc.compat.hivemind.averaging.image import LENGTH, pack_state, unpack_state
 from dlc.compat.hivemind.averaging.rotation import rotated
 from dlc.compat.hivemind.compression import SizeAdaptiveCompression
-from dlc.compat.hivemind.swarm import Notice, Outcome
+from dlc.compat.hivemind.p2p import PeerID
+from dlc.compat.hivemind.swarm import Notice, Outcome, Terms
 from dlc.compat.hivemind.utils.background import AwaitableFuture
 from dlc.compat.hivemind.utils.serializer import MSGPackSerializer
+from dlc.compat.hivemind.utils.timed_storage import get_dht_time
 from dlc.errors import JoinError, ProtocolError, SwarmClosed, UsageError
 from tests.compat.fake_swarm import Town
 from tests.helpers import TICK_S, interrupted_at, wait_until
@@ -133,6 +141,7 @@ def test_bits_rotate_and_a_peer_without_bits_stays_where_it_is() -> None:
     assert rotated("0110", members, "c", 4) == "1010"
     assert rotated("01", members, "d", None) == "11"
     assert rotated("01", ["a"], "a", 1) == "01"
+    assert rotated("0110", ["a", "b"], "b", 8) == "0001", "a place among as many as a group may have"
     assert rotated("", members, "c", 4) == ""
     town = Town()
     peer = averager(town, [torch.zeros(1)])
@@ -180,6 +189,107 @@ def test_a_step_that_failed_is_tried_again_unless_that_is_not_allowed() -> None:
     results([peers[0].step(wait=False)])
     with pytest.raises(Exception, match="made to fail"):
         once.result(WAIT_S)
+
+
+def test_how_long_others_are_waited_for_and_an_exchange_may_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as matchmaking takes, or until the step is scheduled, and never beyond its time limit."""
+    asked: list[Terms] = []
+    for given, limit_s in ((7.0, 7.0), (None, EXCHANGE_S)):
+        peer = averager(Town(), [torch.zeros(1)], min_matchmaking_time=5.0, allreduce_timeout=given)
+        monkeypatch.setattr(peer.dht.swarm, "average", lambda key, parts, terms: asked.append(terms))
+        for options, least_s, most_s in (
+            ({}, 5.0, 5.0),
+            ({"timeout": 2.0}, 1.0, 2.0),
+            ({"timeout": 0.0}, 0.1, 0.1),
+            ({"scheduled_time": get_dht_time() + 60.0}, 50.0, 60.0),
+            ({"scheduled_time": get_dht_time() - 60.0}, 5.0, 5.0),
+        ):
+            with pytest.raises(AllreduceException):
+                peer.step(allow_retries=False, **options)  # type: ignore[arg-type]
+            assert least_s <= asked[-1].patience_s <= most_s and asked[-1].budget_s == limit_s
+
+
+def test_two_steps_of_one_averager_come_one_after_the_other() -> None:
+    """Or both would give the values of before, and the second mean would be taken for a change of the first one."""
+    town = Town()
+    peers = [averager(town, [torch.full((2,), float(i))]) for i in (0, 8)]
+    steps = [peer.step(wait=False, weight=1.0 + i) for peer in peers for i in (0, 2)]
+    assert all(len(gathered) == 2 for gathered in results(steps))
+    assert of(peers[0])[0].tolist() == of(peers[1])[0].tolist()
+    assert [set(members) for _, members in town.rounds] == [{peer.peer_id for peer in peers}] * 2
+
+
+def test_a_state_is_shared_by_who_trains_unless_it_says_otherwise() -> None:
+    town = Town()
+    for options, shares in (({}, True), ({"auxiliary": True}, False), ({"client_mode": True}, False)):
+        assert averager(town, [torch.zeros(1)], **options).allow_state_sharing is shares
+    assert not averager(town, [torch.zeros(1)], allow_state_sharing=False).allow_state_sharing
+    assert averager(town, [torch.zeros(1)], auxiliary=True, allow_state_sharing=True).allow_state_sharing
+
+
+def test_a_priority_makes_nobody_share_a_state_and_is_kept_for_when_it_does() -> None:
+    peer = averager(Town(), [torch.zeros(1)], allow_state_sharing=False)
+    peer.state_sharing_priority = 5.0
+    assert not peer.allow_state_sharing and peer.state_sharing_priority == 5.0
+    peer.allow_state_sharing = True
+    assert peer.entry.priority == 5.0
+    (given,) = peer.get_current_state()[1]
+    with peer.get_tensors() as (tensor,):
+        assert torch.equal(given, tensor) and given.data_ptr() != tensor.data_ptr()  # it is read later
+
+
+def test_a_round_waits_for_those_who_can_come_to_it() -> None:
+    town, node, aux = Town(), AveragingMode.NODE.value, AveragingMode.AUX.value
+
+    def entered(**fields: Any) -> Directory:
+        return Directory(town.peer(), "run", Entry(**{"bits": "0", "mode": node, "schema": "s", "round": 5, **fields}))
+
+    def ids(*directories: Directory) -> set[str]:
+        return {directory._swarm.id for directory in directories}
+
+    me, same, busy = entered(), entered(), entered(round=4)
+    for out in ({"round": 3}, {"round": 6}, {"bits": "1"}, {"schema": "t"}, {"mode": aux}):
+        entered(**out)
+    free, helping = entered(round=-1), entered(round=-1, mode=aux)
+    assert me.expected("0", 5) == ids(me, same, busy)
+    assert me.expected("0", -1) == ids(me, free, helping)
+
+
+def test_of_donors_as_far_as_each_other_chance_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a hundred newcomers would all load from one peer."""
+    town = Town()
+    donors = [averager(town, [torch.zeros(1)]) for _ in range(3)]
+    for donor in donors:
+        donor.state_sharing_priority = 1.0
+    loader = averager(town, [torch.zeros(1)])
+    ids, shares = [str(donor.peer_id) for donor in donors], iter((0.5, 0.9, 0.1))
+    monkeypatch.setattr(sharing, "random", SimpleNamespace(random=lambda: next(shares)))
+    assert loader._sharing is not None and loader._sharing._donors() == [ids[2], ids[0], ids[1]]
+
+
+def test_who_loads_a_state_itself_gives_none_unless_all_others_load_from_it() -> None:
+    """Or two that load at once would take over each other's."""
+    town = Town()
+    elder, younger = (averager(town, [torch.zeros(1)]) for _ in range(2))
+    assert elder._sharing is not None and younger._sharing is not None
+    for peer in (elder, younger):
+        peer.announce(loading=True)
+    assert elder._sharing._may_give() and not younger._sharing._may_give()
+    younger.announce(loading=False)
+    assert younger._sharing._may_give()
+    younger.allow_state_sharing = False
+    assert not younger._sharing._may_give()
+
+
+def test_a_step_says_on_that_its_averager_is_here_and_when_it_was_changed() -> None:
+    town = Town()
+    peers = [averager(town, [torch.zeros(1)]) for _ in range(2)]
+    peers[0].directory._posted = before = peers[0].directory._posted - 2 * REFRESH_S
+    assert peers[0].last_updated == -math.inf
+    began = get_dht_time()
+    results([peer.step(wait=False) for peer in peers])
+    assert peers[0].directory._posted > before + REFRESH_S
+    assert all(began <= peer.last_updated <= get_dht_time() for peer in peers)
 
 
 def test_a_trigger_holds_a_step_back_and_a_second_one_changes_nothing() -> None:
@@ -288,6 +398,9 @@ def test_peers_with_other_shapes_do_not_meet_and_are_named(caplog: pytest.LogCap
     with pytest.raises(AllreduceException):
         alone.result(WAIT_S)
     assert str(other.peer_id)[:8] in caplog.text and torch.equal(of(other)[0], torch.zeros(4))
+    for options in ({"compression": Float16Compression()}, {"dtype": torch.bfloat16}):
+        dtype = options.pop("dtype", torch.float32)
+        assert averager(town, [torch.zeros(3, dtype=dtype)], **options).entry.schema != alike[0].entry.schema  # type: ignore[call-overload]
 
 
 def test_notices_that_no_averager_posts_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -370,9 +483,23 @@ def test_what_cannot_be_averaged_is_refused_at_once() -> None:
         ([torch.zeros(2)], {"target_group_size": 2, "min_group_size": 3}),
         ([torch.zeros(2)], {"initial_group_bits": "2"}),
         ([torch.zeros(2)], {"min_group_size": 65}),
+        ([torch.zeros(2)], {"min_group_size": "2"}),
+        ([torch.zeros(2)], {"target_group_size": 2.5}),
+        ([torch.zeros(2)], {"initial_group_bits": None}),
+        ([torch.zeros(2)], {"averaging_alpha": math.nan}),
+        ([torch.zeros(2)], {"averaging_alpha": "1"}),
+        ([torch.zeros(2)], {"min_matchmaking_time": math.nan}),
+        ([torch.zeros(2)], {"min_matchmaking_time": "5"}),
+        ([torch.zeros(2)], {"allreduce_timeout": "5"}),
+        ([torch.zeros(2)], {"prefix": None}),
     ):
         with pytest.raises(UsageError):
             averager(town, tensors, **options)
+    with pytest.raises(UsageError, match="dht is NoneType"):
+        DecentralizedAverager([torch.zeros(2)], None, start=True, prefix="mine")  # type: ignore[arg-type]
+    for wrong in ({"timeout": math.nan}, {"timeout": "5"}, {"scheduled_time": math.nan}):
+        with pytest.raises(UsageError, match="a number of seconds"):
+            averager(town, [torch.zeros(2)]).step(**wrong)
     with pytest.raises(UsageError, match="not started"):
         averager(town, [torch.zeros(2)], start=False).step()
     over = averager(town, [torch.zeros(2)])
@@ -381,6 +508,17 @@ def test_what_cannot_be_averaged_is_refused_at_once() -> None:
         over.step()
     with pytest.raises(ValueError, match="weight"):
         averager(town, [torch.zeros(2)]).step(weight=-1.0)
+
+
+def test_an_averager_is_not_copied_and_tells_types_what_it_gives() -> None:
+    peer = averager(Town(), [torch.zeros(2)])
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a DecentralizedAverager can be neither pickled nor copied"):
+            copied(peer)
+    given = [get_type_hints(one)["return"] for one in get_overloads(DecentralizedAverager.step)]
+    assert given == [dict[PeerID, Any], StepControl]
+    with peer as entered:
+        assert entered is peer
 
 
 # ---------------------------------------------------------------- state

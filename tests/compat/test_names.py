@@ -456,6 +456,20 @@ def test_every_compression_is_a_codec_and_the_adaptive_ones_choose() -> None:
         Own().codec_for(big)
 
 
+def test_compressions_that_are_none_are_refused_when_they_are_chosen_from() -> None:
+    half, info = hivemind.Float16Compression(), CompressionInfo.from_tensor(torch.zeros(2), key="weight")
+    for make in (
+        lambda: hivemind.SizeAdaptiveCompression(threshold=2, less=hivemind.NoCompression, greater_equal=half),
+        lambda: hivemind.RoleAdaptiveCompression(gradient="fp16"),
+        lambda: hivemind.PerTensorCompression([half, None]),
+    ):
+        with pytest.raises(UsageError, match="give an object of hivemind.compression"):
+            make()
+    for given in ([half], {0: half}):
+        with pytest.raises(UsageError, match="no compression of the tensor 'weight'"):
+            hivemind.PerTensorCompression(given).codec_for(info)
+
+
 def test_small_values_keep_their_types_and_strange_ones_are_refused() -> None:
     value = {"a": (1, 2.5), b"b": [None, True, {3}], 7: "x", "peer": PeerID("abc"), "o": OrderedDict(k=1)}
     value[frozenset((1, 2))] = {("x", frozenset()): 2**64 - 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import threading
 from collections.abc import Callable
@@ -1365,7 +1366,16 @@ def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> No
         ({"auxiliary": True, "batch_size_per_step": 4}, "auxiliary"),
         ({"scheduler": HALVING(made)}, "scheduler"),
         ({"average_state_every": 0}, "average_state_every"),
+        ({"average_state_every": 1.5}, "average_state_every"),
         ({"batch_size_per_step": 0}, "batch_size_per_step"),
+        ({"batch_size_per_step": 8.0}, "batch_size_per_step"),  # others would not count its samples
+        ({"target_batch_size": "32"}, "target_batch_size"),
+        ({"target_batch_size": 32.5}, "target_batch_size"),
+        ({"matchmaking_time": math.nan}, "matchmaking_time"),
+        ({"load_state_timeout": "60"}, "load_state_timeout"),
+        ({"run_id": None}, "run_id"),
+        ({"average_opt_statistics": ("exp_avg",)}, "'exp_avg', which SGD keeps as no tensor; it has: none"),
+        ({"optimizer": torch.optim.Adam, "average_opt_statistics": ("exp",)}, "it has: step, exp_avg, exp_avg_sq"),
     ):
         with pytest.raises(UsageError, match=text):
             optimizer(town, net, **options)
@@ -1374,6 +1384,12 @@ def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> No
         opt.step()
     with pytest.raises(UsageError, match="batch_size is 0"):
         opt.step(batch_size=0)
+    for wrong in (-1, 2.5, math.nan, "8"):
+        with pytest.raises(UsageError, match="batch_size is .* a whole number"):
+            opt.step(batch_size=wrong)  # type: ignore[arg-type]
+    assert opt.local_progress.samples_accumulated == 0
+    with pytest.raises(UsageError, match="dht is NoneType"):
+        Optimizer(dht=None, run_id="run", target_batch_size=1, optimizer=made)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="zeroed"):
         opt.zero_grad()
     with pytest.raises(UsageError, match="groups"):
@@ -1382,6 +1398,16 @@ def test_arguments_that_do_not_go_together_are_refused_with_what_to_give() -> No
         opt.step(batch_size=1, grad_scaler=object())  # type: ignore[arg-type]
     ready = optimizer(Town(), net, optimizer=made, params=None, batch_size_per_step=TARGET)
     assert ready.opt is made and not ready.offload_optimizer
+
+
+def test_who_was_shut_down_trains_no_further() -> None:
+    """Alone, and seen by nobody: it did so where no other peer was known to train."""
+    net = model()
+    opt = optimizer(Town(), net, batch_size_per_step=TARGET)
+    opt.shutdown()
+    with pytest.raises(UsageError, match="this optimizer was shut down"):
+        opt.step()
+    assert torch.equal(weights(net), weights(model())) and opt.local_epoch == 0
 
 
 def test_a_scaled_loss_is_unscaled_once_and_overflows_begin_the_sum_anew() -> None:
@@ -1881,6 +1907,29 @@ def test_progress_of_all_adds_up_and_who_is_gone_is_not_counted() -> None:
         tracker.shutdown()
     wait_until(lambda: watcher.global_progress.num_peers == 0, WAIT_S)
     assert not trackers[0].is_alive() and watcher.global_epoch == 0
+
+
+def test_batches_count_by_their_size_against_the_first_of_their_sum() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    averager = GradientAverager([weight], dht=dht(Town()), prefix="sums", start=True)
+    for sizes, mean in (((2, 4, 2), (1 + 2 * 2 + 3) / 3), ((4, 2), (1 + 2 / 2) / 2)):
+        for i, size in enumerate(sizes):
+            weight.grad = torch.full((2,), i + 1.0)
+            averager.accumulate_grads_(size)
+        assert averager.local_samples_accumulated == sum(sizes)
+        averager.load_accumulators_into_averager_()
+        with averager.get_tensors() as (average,):
+            torch.testing.assert_close(average, torch.full((2,), mean))
+        averager.reset_accumulated_grads_()
+
+
+def test_a_client_that_is_ahead_ends_nobodys_epoch() -> None:
+    """It gives no state, from which those behind could load what it has."""
+    town = Town()
+    client, other = (ProgressTracker(dht(town), "run", TARGET, client_mode=mode, start=True) for mode in (True, False))
+    client.report_local_progress(3, 8)
+    other.report_local_progress(1, 8)
+    assert other.progress_now().epoch == 1 and not other.ready_to_update_epoch
 
 
 def test_progress_of_other_types_is_not_counted() -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from dlc.comm.detector import HEARTBEATS_MAX
+from dlc.comm.grid import Grid
 from dlc.comm.membership import Membership
 from dlc.compat.hivemind import peer_swarm
 from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.peer_swarm import PeerSwarm
-from dlc.compat.hivemind.swarm import Notice
+from dlc.compat.hivemind.swarm import Notice, Terms
 from dlc.errors import RoundTimeout
 from tests.comm.swim_net import Net
 from tests.helpers import TICK_S, interrupted_at, wait_until
@@ -126,3 +127,55 @@ def test_a_newcomer_waits_for_nobody_who_is_dead_and_for_whom_another_speaks(mon
     here = [SimpleNamespace(id=name, alive=name != "killed", left=False) for name in ("heir", "killed", "back")]
     monkeypatch.setattr(swarm._peer, "members", lambda: here)
     assert swarm._silent() == {"back": True}, "who lives tells it itself"
+
+
+def test_further_parts_are_averaged_by_those_of_the_first_and_all_who_lack_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strangers would have another mean of the first part; and who is left alone keeps what it has of the others."""
+    came = [{"a": b"x", "b": b"y", "c": b"z"}, {"a": b"", "c": b""}]
+    lack = [[SimpleNamespace(peer="b", reason="died")], [SimpleNamespace(peer="c", reason="late")]]
+    made: list[tuple[str, dict[str, Any]]] = []
+
+    class Fake:
+        def __init__(self, peer: object, key: str, **options: Any) -> None:
+            made.append((key, options))
+            self.matchmaking_s, self.at = options["matchmaking_s"], len(made) - 1
+
+        def begin(self, vector: torch.Tensor, **how: Any) -> SimpleNamespace:
+            report = SimpleNamespace(gathered=came[self.at], missing=lack[self.at])
+            return SimpleNamespace(wait=lambda: report, mean=vector + how["weight"], members=("a",))
+
+    monkeypatch.setattr(peer_swarm, "Group", Fake)
+    swarm = PeerSwarm(SimpleNamespace(id="a"))  # type: ignore[arg-type]
+    monkeypatch.setattr(swarm, "_hello", lambda: None)
+    terms = Terms(
+        target=3,
+        minimum=3,
+        data=b"",
+        weight=2.0,
+        contributes=True,
+        owns=True,
+        keeps_unsaid=False,
+        patience_s=1.0,
+        budget_s=1.0,
+        expected=frozenset,
+        when_given_up=lambda end: None,
+        formed=lambda: None,
+    )
+    parts = [(torch.zeros(2), "fp32"), (torch.ones(3), "fp16")]
+    outcome = swarm.average("key", parts, terms)
+    assert outcome is not None and outcome.members == ("a", "b", "c") and outcome.data == came[0]
+    assert outcome.missing == {"b": "died", "c": "late"}
+    assert [(vector.tolist(), codec) for vector, codec in parts] == [([2.0] * 2, "fp32"), ([3.0] * 3, "fp16")]
+    (_, first), (key, second) = made
+    assert first["peers"] is None and (first["target_size"], first["min_size"]) == (3, 3)
+    assert key == "key/1" and second["peers"] == ["a", "b", "c"]
+    assert (second["target_size"], second["min_size"], second["expected"]) == (None, 1, None)
+
+
+def test_what_is_not_finite_leaves_the_mean_of_the_others_as_it_is() -> None:
+    grid, own, mean = Grid(6, 3, "int8"), torch.tensor([1.0, torch.nan, 0.3, 1.0, 0.123, 0.3]), torch.zeros(6)
+    peer_swarm._keep_unsaid(grid, own, mean)
+    assert torch.equal(mean[:3], torch.zeros(3)) and bool(mean[3:].any())
+    assert torch.equal(mean[3:], grid.unsaid(1, own[3:]))

@@ -170,6 +170,18 @@ class Agenda:
                 return draft
         return self._config()
 
+    def stirs(self, channel: str) -> bool:
+        """Whether an offer or a wish that has just come on this channel may make anything due. Where many channels wait
+        to look at all of them each time would take longer than the rounds; what time makes due is seen at a tick."""
+        if channel not in self._ready:
+            return False
+        if len(self._ready) == 1:
+            return True
+        self.diverged, self._hears = None, False
+        self._hear_etas()
+        due = self._opening(channel) or self._round(channel)
+        return due is not None or self._hears or self.diverged is not None
+
     def _waits_since(self, channel: str) -> tuple[float, str]:
         """Whoever has waited for the longest comes first: one that is offered again and again would starve another."""
         offered = min(at for _, at in self._ready[channel].values())
@@ -183,9 +195,8 @@ class Agenda:
         return {v: ready for v, ready in self._ready[channel].items() if self.ctx.members.alive(v)}
 
     def _opening(self, channel: str) -> Draft | None:
-        leased = self.log.state.leased
         wishes = {v: (m, at) for v, (m, at) in self._living(channel).items() if m.opening}
-        if leased is not None:  # another one takes no samples from the same ledger
+        if wishes and self.log.state.leased is not None:  # another one takes no samples from the same ledger
             wishes = {v: (m, at) for v, (m, at) in wishes.items() if not m.lease_len}
         if not wishes or self.log.is_open(channel):
             return None

@@ -133,7 +133,7 @@ class Coordinator:
 
     def receive_ready(self, sender: Voter, m: Ready) -> None:
         self.agenda.ready(sender, m)
-        if self.phase == WAIT:
+        if self.phase == WAIT and self.agenda.stirs(m.channel):
             self._consider()
         elif self.phase == RUN and self.plan is not None and sender not in self.progress and sender not in self.votes:
             self.ctx.send(sender, self.plan)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +155,8 @@ class LogState:
         return next((c.name for c in self.channels if c.leased), None)
 
     def channel(self, name: str) -> ChannelState | None:
-        return next((c for c in self.channels if c.name == name), None)
+        at = bisect_left(self.channels, name, key=lambda c: c.name)
+        return self.channels[at] if at < len(self.channels) and self.channels[at].name == name else None
 
     def base(self, name: str) -> bytes:
         """Names the channel's current round for the data plane; defined for channels that had no round yet too."""

@@ -11,6 +11,7 @@ import math
 import sys
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dlc.comm.codecs import Codec, get_codec
@@ -116,11 +117,17 @@ class Grid:
         """Length of the result of a chunk that has so many contributions in it, at least 1."""
         return self.coder.result_bytes(self.elems(chunk), n_parts)
 
-    def unsaid(self, chunk: int, own: Tensor) -> Tensor:
+    def unsaid(self, chunk: int, own: Tensor, out: Tensor | None = None) -> Tensor:
         """What the codec cannot say of `own`, a peer's chunk of a vector: added to the mean of what was said, it stays
         with that peer. Otherwise a vector that is averaged again and again would lose all that is below the codec's
-        resolution, on all peers alike."""
-        return own - self.coder.decode(self.coder.encode(own), self.elems(chunk))
+        resolution, on all peers alike.
+
+        out: fp32, of at least as many elements; what is computed lies there. Memory that is new for each chunk takes
+        as long as the work itself."""
+        numel = self.elems(chunk)
+        scratch = None if out is None else out[:numel]
+        said = self.coder.decode(self.coder.encode(own, scratch), numel, scratch)
+        return torch.sub(own, said, out=said)
 
     @property
     def parts_max(self) -> int:

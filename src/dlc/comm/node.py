@@ -343,7 +343,7 @@ class Node:
 
         def act() -> None:
             self.exchange.offered[channel] = Offered(ready, vector, sink, now, self.ctx.running_s, filling=filling)
-            self.slot.announce()
+            self.slot.offered(channel)
 
         return self._event(now, act)
 

@@ -14,7 +14,8 @@ restarted process is another voter. The state is dropped when the head moves, an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from dlc.comm.context import Context
 from dlc.comm.entries import OPEN, ROUND, Entry, Part, manifest_hash
@@ -44,6 +45,8 @@ from dlc.comm.permit import permits
 from dlc.comm.records import STATES_MAX, told_digest
 from dlc.comm.roles import HELPER
 from dlc.comm.shapes import plausible_plan
+
+T = TypeVar("T")
 
 VOTES_TOLD_MAX = 8
 """Where no more vote, each tells all others: n^2 small messages save half of the longest round trip of every entry."""
@@ -416,21 +419,37 @@ class Slot:
         self._last_ready = self.ctx.now
         self._repeat()
 
-    def _readies(self) -> Iterable[Ready]:
-        """What I offer or wish in this slot, under the present head and base."""
+    def offered(self, channel: str) -> None:
+        """This channel became ready. Of others the coordinator was told: where many are offered one after the other, to
+        say all anew with each would be a load that grows with their square. When they are repeated stays as it was."""
+        if len(self.exchange.offered) == 1:
+            self.announce()
+        elif (self.plan is None or self.plan.ballot < self.promised) and self.promised != LOWEST:
+            for ready in self._readies(channel):
+                self.ctx.send(self.promised.voter, ready)
+
+    def _readies(self, only: str | None = None) -> Iterable[Ready]:
+        """What I offer or wish in this slot, under the present head and base; `only`: on that channel."""
         state = self.log.state
         if not self.votes_here and state.electorate:
             return
         apart = tuple(v for v in state.electorate if self.ctx.members.relay_for(v.peer) is not None)
-        for channel, wish in self.wishes.items():
+        for channel, wish in _of(self.wishes, only):
             attached = self.log.attached[channel]
             if not (self.log.is_open(channel) or attached.void):
                 yield dataclasses.replace(wish, head=state.head, base=state.base(channel), digest=attached.digest)
-        for channel, mine in self.exchange.offered.items():
+        for channel, mine in _of(self.exchange.offered, only):
             if mine.ready.base == state.base(channel):
                 offered_s = max(0.0, self.ctx.running_s - mine.since_run)
                 digest = self.log.digest(channel)
                 yield dataclasses.replace(mine.ready, head=state.head, digest=digest, offered_s=offered_s, apart=apart)
+
+
+def _of(by_channel: Mapping[str, T], only: str | None) -> list[tuple[str, T]]:
+    """The items, or that of one channel, if there is one."""
+    if only is None:
+        return list(by_channel.items())
+    return [(only, by_channel[only])] if only in by_channel else []
 
 
 def _may_be(result: Result, grid: Grid, chunk: int) -> bool:

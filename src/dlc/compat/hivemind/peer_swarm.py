@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from dlc.comm import vectors
 from dlc.comm.detector import HEARTBEATS_MAX
 from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
@@ -274,10 +275,11 @@ def _lives(members: Members, voter: Voter) -> bool:
 
 def _keep_unsaid(grid: Grid, own: Tensor, mean: Tensor) -> None:
     """Add to the mean what the codec rounded off of this peer's vector: nothing where that is not finite."""
+    scratch = vectors.empty(grid.elems(0))
     for chunk in range(grid.n_chunks):
         part = slice(*grid.span(chunk))
         if finite(own[part]):
-            mean[part].add_(grid.unsaid(chunk, own[part]))
+            mean[part].add_(grid.unsaid(chunk, own[part], scratch))
 
 
 def _waited(call: GroupCall) -> GroupReport:

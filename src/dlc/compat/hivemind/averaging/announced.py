@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -22,11 +22,12 @@ from dlc.compat.hivemind.dht import DHT
 from dlc.compat.hivemind.p2p import PeerID
 from dlc.compat.hivemind.utils.background import in_background
 from dlc.errors import SwarmClosed, UsageError
+from dlc.handles import Unpicklable
 
 log = logging.getLogger(__name__)
 
 
-class Announced:
+class Announced(Unpicklable):
     """Base of `DecentralizedAverager`; announced to the others by `run_in_background`."""
 
     def __init__(
@@ -81,7 +82,7 @@ class Announced:
             except SwarmClosed:
                 log.debug("the peer had left before its averager was shut down")
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -192,7 +193,7 @@ def infos_of(tensors: Sequence[Tensor]) -> list[CompressionInfo]:
 
 def check_bits(bits: str) -> None:
     """UsageError unless they are 0 and 1."""
-    if set(bits) - {"0", "1"}:
+    if not isinstance(bits, str) or set(bits) - {"0", "1"}:
         raise UsageError(f"group bits are a string of 0 and 1, not {bits!r}")
 
 

@@ -18,11 +18,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from dlc.arguments import finite, instance, seconds, whole
 from dlc.comm import vectors
 from dlc.comm.seating import GROUP_MAX
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
@@ -64,7 +65,8 @@ class DecentralizedAverager(Announced):
     Not needed, and of no effect: request_timeout, part_size_bytes, bandwidth (it is measured), min_vector_size,
     next_chunk_timeout, sender_timeout, reducer_timeout, declare_state_period, daemon, shutdown_timeout.
 
-    UsageError: a dtype that cannot be averaged, no compression of Hivemind's, or a mode that excludes another.
+    UsageError: a dtype that cannot be averaged, no compression of Hivemind's, a mode that excludes another, or an
+    argument of another type than Hivemind's.
     """
 
     serializer = MSGPackSerializer
@@ -104,6 +106,11 @@ class DecentralizedAverager(Announced):
         daemon: bool = True,
         shutdown_timeout: float = 5.0,
     ) -> None:
+        instance("dht", dht, DHT, "give a hivemind.DHT")
+        instance("prefix", prefix, str, "give the string under which peers average together")
+        averaging_alpha = finite("averaging_alpha", averaging_alpha)
+        if allreduce_timeout is not None:
+            allreduce_timeout = seconds("allreduce_timeout", allreduce_timeout)
         client_mode = dht.client_mode if client_mode is None else client_mode
         _check(initial_group_bits, client_mode, auxiliary, target_group_size, min_group_size)
         if client_mode and allow_state_sharing:
@@ -126,7 +133,7 @@ class DecentralizedAverager(Announced):
                 raise UsageError(
                     f"{what} is {given!r:.60}: give an object of hivemind.compression, such as Float16Compression()"
                 )
-        self._matchmaking_s = float(min_matchmaking_time or 0.0)
+        self._matchmaking_s = seconds("min_matchmaking_time", min_matchmaking_time or 0.0)
         self._averaging_alpha, self._allreduce_timeout = averaging_alpha, allreduce_timeout
         tensors = _checked(averaged_tensors)
         self.total_size = sum(t.numel() for t in tensors)
@@ -153,6 +160,31 @@ class DecentralizedAverager(Announced):
             control.cancel()
         super().shutdown()
 
+    @overload
+    def step(
+        self,
+        gather: Any = None,
+        scheduled_time: float | None = None,
+        weight: float | None = None,
+        timeout: float | None = None,
+        allow_retries: bool = True,
+        require_trigger: bool = False,
+        wait: Literal[True] = True,
+    ) -> dict[PeerID, Any]: ...
+
+    @overload
+    def step(
+        self,
+        gather: Any = None,
+        scheduled_time: float | None = None,
+        weight: float | None = None,
+        timeout: float | None = None,
+        allow_retries: bool = True,
+        require_trigger: bool = False,
+        *,
+        wait: Literal[False],
+    ) -> StepControl: ...
+
     def step(
         self,
         gather: Any = None,
@@ -162,7 +194,7 @@ class DecentralizedAverager(Announced):
         allow_retries: bool = True,
         require_trigger: bool = False,
         wait: bool = True,
-    ) -> Any:
+    ) -> dict[PeerID, Any] | StepControl:
         """Find a group and average once. Returns {peer id: what it gathered}, or with wait=False a StepControl.
 
         gather: a small value for the others of the group. scheduled_time: until when a group waits for more members
@@ -176,8 +208,8 @@ class DecentralizedAverager(Announced):
             log.warning("this averager is auxiliary: its weight changes nothing")
         now = get_dht_time()
         scheduled = now + self._matchmaking_s
-        scheduled = scheduled if scheduled_time is None else scheduled_time
-        deadline = now + timeout if timeout is not None else float("inf")
+        scheduled = scheduled if scheduled_time is None else seconds("scheduled_time", scheduled_time)
+        deadline = now + seconds("timeout", timeout) if timeout is not None else float("inf")
         if not (scheduled < deadline or scheduled_time is None):
             raise UsageError(f"the step is scheduled for {scheduled - now:g} s from now, later than its timeout")
         control = StepControl(scheduled, deadline, allow_retries, 1.0 if weight is None else weight, self.next_round)
@@ -187,7 +219,10 @@ class DecentralizedAverager(Announced):
             control.allow_allreduce()
         self._steps.add(control)
         in_background(lambda: self._run(control, data), "step")
-        return waited(control) if wait else control
+        if not wait:
+            return control
+        gathered: dict[PeerID, Any] = waited(control)
+        return gathered
 
     def _run(self, control: StepControl, data: bytes) -> None:
         """The step, on a thread of its own."""
@@ -325,7 +360,8 @@ def _check(bits: str, client_mode: bool, auxiliary: bool, target: int | None, mi
     check_bits(bits)
     if client_mode and auxiliary:
         raise UsageError("a peer in client mode computes nothing, so it cannot be auxiliary")
-    if minimum < 1 or (target is not None and target < minimum):
+    whole("min_group_size", minimum, 1)
+    if target is not None and whole("target_group_size", target, 1) < minimum:
         raise UsageError(f"min_group_size is {minimum}, target_group_size {target}: it must be 1 ... target_group_size")
     if minimum > GROUP_MAX:
         raise UsageError(f"min_group_size is {minimum}: groups have up to {GROUP_MAX} members")

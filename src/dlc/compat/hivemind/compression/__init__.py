@@ -20,8 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
+from dlc.arguments import instance
 from dlc.comm.codecs import get_codec
 from dlc.compat.hivemind.refused import INSIDE, attribute_hook, refuse
+from dlc.errors import UsageError
 
 Key = Any
 """Name or index of a tensor."""
@@ -119,6 +121,7 @@ class SizeAdaptiveCompression(CompressionBase):
     """`less` for tensors of fewer than `threshold` elements, `greater_equal` for the others."""
 
     def __init__(self, threshold: int, less: CompressionBase, greater_equal: CompressionBase) -> None:
+        _check_made({"less": less, "greater_equal": greater_equal})
         self.threshold, self.less, self.greater_equal = threshold, less, greater_equal
 
     def choose_compression(self, info: CompressionInfo) -> CompressionBase:
@@ -138,6 +141,8 @@ class RoleAdaptiveCompression(CompressionBase):
         optimizer: CompressionBase | None = None,
         default: CompressionBase | None = None,
     ) -> None:
+        given = {"activation": activation, "parameter": parameter, "gradient": gradient, "optimizer": optimizer}
+        _check_made({name: one for name, one in {**given, "default": default}.items() if one is not None})
         default = default or NoCompression()
         self.role_compressions = {
             TensorRole.ACTIVATION: activation or default,
@@ -152,13 +157,26 @@ class RoleAdaptiveCompression(CompressionBase):
 
 
 class PerTensorCompression(CompressionBase):
-    """One for each tensor, by its key."""
+    """One for each tensor, by its key. UsageError, as it is asked for: a tensor has none."""
 
     def __init__(self, tensor_compressions: Sequence[CompressionBase] | Mapping[Key, CompressionBase]) -> None:
-        self.tensor_compressions = tensor_compressions
+        given = tensor_compressions
+        by_key: Mapping[Key, CompressionBase] = given if isinstance(given, Mapping) else dict(enumerate(given))
+        _check_made({f"that of the tensor {key!r}": one for key, one in by_key.items()})
+        self.tensor_compressions = given
 
     def choose_compression(self, info: CompressionInfo) -> CompressionBase:
-        return self.tensor_compressions[info.key].choose_compression(info)
+        try:
+            chosen = self.tensor_compressions[info.key]
+        except (LookupError, TypeError):  # by place, and this one has a name
+            raise UsageError(f"PerTensorCompression has no compression of the tensor {info.key!r}") from None
+        return chosen.choose_compression(info)
+
+
+def _check_made(compressions: Mapping[str, object]) -> None:
+    """UsageError: one is none, or a class in place of an object of it."""
+    for name, one in compressions.items():
+        instance(name, one, CompressionBase, "give an object of hivemind.compression, such as Float16Compression()")
 
 
 __getattr__ = attribute_hook(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from dlc.comm.board import TTL_S_MAX, VALUE_BYTES_MAX
 from dlc.compat.hivemind.dht.crypto import RSASignatureValidator
@@ -183,6 +182,29 @@ class DHT:
 
     # ---------------------------------------------------------------- values
 
+    @overload
+    def store(
+        self,
+        key: Any,
+        value: Any,
+        expiration_time: DHTExpiration,
+        subkey: Any = None,
+        return_future: Literal[False] = False,
+        **of_hivemind: Any,
+    ) -> bool: ...
+
+    @overload
+    def store(
+        self,
+        key: Any,
+        value: Any,
+        expiration_time: DHTExpiration,
+        subkey: Any = None,
+        *,
+        return_future: Literal[True],
+        **of_hivemind: Any,
+    ) -> AwaitableFuture[bool]: ...
+
     def store(
         self,
         key: Any,
@@ -191,7 +213,7 @@ class DHT:
         subkey: Any = None,
         return_future: bool = False,
         **of_hivemind: Any,
-    ) -> Any:
+    ) -> bool | AwaitableFuture[bool]:
         """Tell all peers a small value (msgpack) under `key`, or under a subkey of it, until `expiration_time`.
 
         True: it is on its way, and the `get` of another peer finds it once it has come there. False: it has expired
@@ -224,7 +246,19 @@ class DHT:
             self._end_subkeys(key)  # now that others have something in their place
         return _maybe_future(True, return_future)
 
-    def get(self, key: Any, latest: bool = False, return_future: bool = False, **of_hivemind: Any) -> Any:
+    @overload
+    def get(
+        self, key: Any, latest: bool = False, return_future: Literal[False] = False, **of_hivemind: Any
+    ) -> ValueWithExpiration[Any] | None: ...
+
+    @overload
+    def get(
+        self, key: Any, latest: bool = False, *, return_future: Literal[True], **of_hivemind: Any
+    ) -> AwaitableFuture[ValueWithExpiration[Any] | None]: ...
+
+    def get(
+        self, key: Any, latest: bool = False, return_future: bool = False, **of_hivemind: Any
+    ) -> ValueWithExpiration[Any] | AwaitableFuture[ValueWithExpiration[Any] | None] | None:
         """(value, expiration time) as a `ValueWithExpiration`, None where there is none: the latest that has come here.
 
         Where subkeys were stored, the value is a dict of subkey to `ValueWithExpiration`. No effect: `NEEDLESS_GET`.
@@ -262,7 +296,7 @@ def _check_names(what: str, given: Iterable[str], known: Collection[str]) -> Non
             raise TypeError(f"{what} has no argument {name!r}")
 
 
-def _maybe_future(value: T, wanted: bool) -> T | Future[T]:
+def _maybe_future(value: T, wanted: bool) -> T | AwaitableFuture[T]:
     if not wanted:
         return value
     future: AwaitableFuture[T] = AwaitableFuture()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlc.arguments import instance, seconds, whole
 from dlc.comm.seating import GROUP_MAX
 from dlc.compat.hivemind.averaging.allreduce import AllreduceException, AveragingMode
 from dlc.compat.hivemind.averaging.control import StepControl
@@ -104,17 +105,21 @@ class Optimizer(TorchFace):
             (not use_local_updates or not delay_grad_averaging, "local updates average no gradients"),
             (not use_local_updates or grad_averager_factory is None, "local updates average no gradients"),
             (not auxiliary or batch_size_per_step is None, "an auxiliary peer has no batches"),
-            (batch_size_per_step is None or batch_size_per_step >= 1, "batch_size_per_step must be at least 1"),
-            (average_state_every >= 1, "average_state_every must be at least 1"),
-            (target_batch_size >= 1, "target_batch_size must be at least 1"),
         )
+        instance("dht", dht, DHT, "give a hivemind.DHT")
+        instance("run_id", run_id, str, "give the string under which peers train together")
+        if batch_size_per_step is not None:
+            batch_size_per_step = whole("batch_size_per_step", batch_size_per_step, 1)
+        average_state_every = whole("average_state_every", average_state_every, 1)
+        target_batch_size = whole("target_batch_size", target_batch_size, 1)
+        matchmaking_time = 15.0 if matchmaking_time is None else seconds("matchmaking_time", matchmaking_time)
         self.dht, self.run_id, self.auxiliary = dht, run_id, auxiliary
         self.client_mode = dht.client_mode if client_mode is None else client_mode
         self.batch_size_per_step, self.target_batch_size = batch_size_per_step, target_batch_size
         self.delay_optimizer_step, self.delay_grad_averaging = delay_step, delay_grad_averaging
         self.delay_state_averaging, self.average_state_every = delay_state_averaging, average_state_every
-        self.matchmaking_time = 15.0 if matchmaking_time is None else matchmaking_time
-        self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
+        self.matchmaking_time, self.averaging_timeout = matchmaking_time, averaging_timeout
+        self.load_state_timeout = seconds("load_state_timeout", load_state_timeout)
         self.status_loglevel = logging.INFO if verbose else logging.DEBUG
         self.scheduled_grads = self.scheduled_state = None
         """As in Hivemind, but always None: a group is found at once, so none is looked for ahead."""
@@ -482,13 +487,15 @@ class Optimizer(TorchFace):
                 self.state_averager.state_sharing_priority = self.local_epoch - 0.5 * self.state_averager.lacks_step
 
     def shutdown(self) -> None:
-        """Be no peer of this run any more; the DHT goes on. Idempotent."""
+        """Be no peer of this run any more, and make no step (UsageError); the DHT goes on. Idempotent."""
         self.tracker.shutdown()
         self.state_averager.shutdown()
         if self.grad_averager is not None:
             self.grad_averager.shutdown()
 
     def _check_step(self, closure: object, batch_size: int | None, scaler: object) -> None:
+        if not self.is_alive():
+            raise UsageError("this optimizer was shut down: no peer of the run would know of its steps")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise UsageError("grad_scaler must be a hivemind.GradScaler: torch's own does not know of accumulated sums")
         if scaler is not None and not self._step_supports_amp_scaling and not self.use_local_updates:
@@ -498,8 +505,10 @@ class Optimizer(TorchFace):
                 raise UsageError("an auxiliary peer trains nothing: call step() without arguments")
         elif batch_size is None and self.batch_size_per_step is None:
             raise UsageError("say how many samples a step has: batch_size_per_step, or step(batch_size=...)")
-        elif batch_size is not None and batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}: without samples leave the step out")
+        elif batch_size is not None:
+            if batch_size == 0:
+                raise UsageError("batch_size is 0: without samples leave the step out")
+            whole("batch_size", batch_size, 1)
 
 
 def _check(*relations: tuple[bool, str]) -> None:

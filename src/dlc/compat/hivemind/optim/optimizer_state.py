@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,8 +161,22 @@ def check_averaged(tensors: Iterable[Tensor]) -> None:
         raise UsageError("a tensor is to be averaged twice: give each of extra_tensors once, and no parameter")
 
 
+def statistics_of(opt: Optimizer, params: Sequence[Tensor], names: Iterable[str]) -> Iterator[Tensor]:
+    """Those of these names, of each parameter. UsageError: a parameter has no tensor of that name."""
+    for name in names:
+        for param in params:
+            own = opt.state.get(param, {})
+            if not isinstance(value := own.get(name), Tensor):
+                known = ", ".join(str(key) for key, one in own.items() if isinstance(one, Tensor)) or "none"
+                raise UsageError(
+                    f"average_opt_statistics names {name!r}, which {type(opt).__name__} keeps as no tensor; it has: "
+                    f"{known}"
+                )
+            yield value
+
+
 def _params(opt: Optimizer) -> list[Tensor]:
     return [param for group in opt.param_groups for param in group["params"]]
 
 
-__all__ = ["check_averaged", "check_real", "dump", "initialize", "load", "state_infos"]
+__all__ = ["check_averaged", "check_real", "dump", "initialize", "load", "state_infos", "statistics_of"]

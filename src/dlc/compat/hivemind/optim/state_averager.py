@@ -30,7 +30,7 @@ from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
 from dlc.compat.hivemind.dht import DHT
 from dlc.compat.hivemind.optim.components import Components, build, differ, merged, steps_of, versions
 from dlc.compat.hivemind.optim.grad_scaler import GradScaler
-from dlc.compat.hivemind.optim.optimizer_state import check_averaged, dump, load, state_infos
+from dlc.compat.hivemind.optim.optimizer_state import check_averaged, dump, load, state_infos, statistics_of
 from dlc.compat.hivemind.utils.background import in_background
 from dlc.compat.hivemind.utils.performance_ema import PerformanceEMA
 from dlc.errors import DlcError, SwarmClosed, UsageError
@@ -427,8 +427,7 @@ class TrainingStateAverager(DecentralizedAverager):
         """What is averaged, as the optimizer has it."""
         params = self.parts.optimized
         yield from params
-        for name in self.opt_keys_for_averaging:
-            yield from (self.optimizer.state[param][name] for param in params)
+        yield from statistics_of(self.optimizer, params, self.opt_keys_for_averaging)
         yield from self.extra_tensors
 
     def _infos(self) -> Iterator[CompressionInfo]:

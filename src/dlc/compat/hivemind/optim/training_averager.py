@@ -14,7 +14,14 @@ from torch import Tensor
 from dlc.compat.hivemind.averaging.averager import DecentralizedAverager
 from dlc.compat.hivemind.averaging.carry import take
 from dlc.compat.hivemind.compression import CompressionInfo, TensorRole
-from dlc.compat.hivemind.optim.optimizer_state import check_averaged, dump, initialize, load, state_infos
+from dlc.compat.hivemind.optim.optimizer_state import (
+    check_averaged,
+    dump,
+    initialize,
+    load,
+    state_infos,
+    statistics_of,
+)
 from dlc.compat.hivemind.utils.background import in_background
 from dlc.errors import UsageError
 
@@ -87,8 +94,7 @@ class TrainingAverager(DecentralizedAverager):
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
                 yield param.grad
-        for name in self.opt_statistics:
-            yield from (self.opt.state[param][name] for param in params)
+        yield from statistics_of(self.opt, params, self.opt_statistics)
         yield from self.extra_tensors
 
     def _params(self) -> list[Tensor]:
