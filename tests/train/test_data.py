@@ -391,6 +391,18 @@ def test_unusable_sources_say_what_to_do(tmp_path: Path) -> None:
         BlockSource("stdlib", seq_len=1)
 
 
+def test_what_a_parquet_file_lacks_is_told_in_one_line(tmp_path: Path) -> None:
+    """Its footer is damaged: pyarrow's words for that end with an empty line."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "torn.parquet"
+    pq.write_table(pa.table({"text": ["a few words"] * 500}), file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-250] + bytes(50) + whole[-200:])
+    with pytest.raises(DataError, match="cannot be read as parquet: .") as refused:
+        BlockSource(file, seq_len=16)
+    assert len(str(refused.value).splitlines()) == 1
+
+
 def test_text_that_is_too_short_on_both_sides_is_told_of_each(tmp_path: Path) -> None:
     """More than two blocks in all: "holds 29 tokens, ... give at least 22" told nobody what is missing."""
     names = [f"{i}.txt" for i in range(60)]
