@@ -135,6 +135,12 @@ def test_a_whole_run(spec: RunSpec, tmp_path: Path) -> None:
     assert (status["phase"], status["t"]) == ("leaving", 2), "the table that stays on the terminal shows it"
 
 
+def test_the_exchange_is_cut_into_the_chunks_that_a_run_names(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(dataclasses.replace(spec, chunk_elems=1000)), tmp_path / "state")
+    run.go()
+    assert run.peer.grid.span(0) == (0, 1000)
+
+
 def test_a_device_with_less_room_makes_the_same_steps(spec: RunSpec, tmp_path: Path) -> None:
     """All had to have the batch size of the smallest."""
 
