@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dlc.errors import DataError
 from dlc.runspec import DataSpec, RunSpec
 from dlc.train import sources
-from dlc.train.data import OWN_BLOCKS, BlockSource, WholeText, demand_data, first_block, open_blocks, permute
+from dlc.train.data import OWN_BLOCKS, BlockSource, WholeText, demand_data, first_block, open_blocks, permute, place_of
 from dlc.train.packing import is_validation, tokenise
 from dlc.train.sources import Files, Place
 from dlc.train.tokens import ByteTokenizer
@@ -82,6 +82,11 @@ def test_each_epoch_has_every_block_once_in_another_order(tmp_path: Path) -> Non
     assert torch.equal(batch[1], source.block(n))
     with pytest.raises(DataError):
         source.block(-1)
+
+
+def test_where_the_text_of_a_run_is() -> None:
+    data = DataSpec(source="datasets:a", subset="b", split="c", text_field="d")
+    assert place_of(RunSpec(data=data)) == Place("datasets:a", "b", "c", "d")
 
 
 def test_a_run_reads_its_data_in_the_order_of_its_seed(tmp_path: Path) -> None:
