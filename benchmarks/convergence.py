@@ -11,9 +11,12 @@ Printed: validation loss of the swarm's model in nats per byte, mean over the se
 difference to 4 workers, H = 50, fp16, seed by seed, with the standard error of that. A difference is called one only
 beyond two of them.
 
-Each run (arm and seed) is saved in the state file when it is done: an interrupted benchmark goes on from there.
+Each run (arm and seed) is saved in the state file when it is done: an interrupted benchmark goes on from there. With
+`--start N` all arms go on from a model that one worker has trained for N steps, as in DiLoCo's paper; the schedule of
+the learning rate is one over both parts.
 `--arms` takes names or groups. `why` and `noise` ask what the outer step should be in a training as short as this one,
-and with less noise in the gradients; `lr` whether the inner learning rate is to blame; `later` waits as long as it can;
+and with less noise in the gradients; `lr` whether the inner learning rate is to blame; `drift` what is
+left of the distance to the larger batch where workers are averaged after every step; `later` waits as long as it can;
 `topk` is for comparison with plain averaging, as its outer step is that one.
 """
 
