@@ -11,9 +11,12 @@ Printed: validation loss of the swarm's model in nats per byte, mean over the se
 difference to 4 workers, H = 50, fp16, seed by seed, with the standard error of that. A difference is called one only
 beyond two of them.
 
-Each run (arm and seed) is saved in the state file when it is done: an interrupted benchmark goes on from there.
+Each run (arm and seed) is saved in the state file when it is done: an interrupted benchmark goes on from there. With
+`--start N` all arms go on from a model that one worker has trained for N steps, as in DiLoCo's paper; the schedule of
+the learning rate is one over both parts.
 `--arms` takes names or groups. `why` and `noise` ask what the outer step should be in a training as short as this one,
-and with less noise in the gradients; `lr` whether the inner learning rate is to blame; `later` waits as long as it can;
+and with less noise in the gradients; `lr` whether the inner learning rate is to blame; `drift` what is
+left of the distance to the larger batch where workers are averaged after every step; `later` waits as long as it can;
 `topk` is for comparison with plain averaging, as its outer step is that one.
 """
 
@@ -32,13 +35,15 @@ from typing import Any
 
 import torch
 from _virtual import Swarm, VirtualPeer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from dlc.comm.state import State
 from dlc.flat import FlatView
 from dlc.runspec import EMBEDDED_LLAMA, DataSpec, InnerSpec, ModelSpec, OuterSpec, RunSpec
 from dlc.train.data import BlockSource
 from dlc.train.diloco import DiLoCo
-from dlc.train.inner import evaluate
+from dlc.train.inner import InnerLoop, evaluate
 from dlc.train.setup import inner_loop_of, model_of
 
 HIDDEN, LAYERS, SEQ_LEN, BATCH = 64, 2, 64, 4
@@ -103,6 +108,10 @@ ARMS = (
     Arm("4 workers of batch x4, delayed by 10 steps", "noise", batches=4, options=LATE),
     Arm("4 workers of batch x4, momentum .9", "noise", batches=4, outer=OuterSpec()),
     Arm("4 workers of batch x4, plain averaging", "noise", batches=4, outer=AVERAGE),
+    Arm("H 1, plain averaging", "drift", h=1, outer=AVERAGE),
+    Arm("H 1, plain averaging, inner lr x2", "drift", h=1, outer=AVERAGE, lr=2.0),
+    Arm("H 10, plain averaging, inner lr x2", "drift", h=10, outer=AVERAGE, lr=2.0),
+    Arm("4 workers, inner lr x2", "drift", lr=2.0),
     Arm("1 worker, inner lr x2", "lr", workers=0, lr=2.0),
     Arm("batch x4, inner lr x2", "lr", workers=0, batches=4, lr=2.0),
     Arm("4 workers, momentum .9, inner lr x2", "lr", lr=2.0, outer=OuterSpec()),
@@ -116,12 +125,14 @@ DEFAULT_GROUPS = ("base", "codec", "late", "streaming", "h", "workers")
 class Bench:
     """The runs of one state file; all have the same steps, model and data."""
 
-    def __init__(self, steps: int, inner_lr: float, path: Path | None) -> None:
-        self.steps, self.inner_lr, self._path = steps, inner_lr, path
-        settings = {"steps": steps, "inner_lr": inner_lr, "sizes": [HIDDEN, LAYERS, SEQ_LEN, BATCH]}
+    def __init__(self, steps: int, inner_lr: float, path: Path | None, start: int = 0) -> None:
+        self.steps, self.inner_lr, self.start, self._path = steps, inner_lr, start, path
+        sizes = [HIDDEN, LAYERS, SEQ_LEN, BATCH]
+        settings = {"start": start, "steps": steps, "inner_lr": inner_lr, "sizes": sizes}
         self.runs: dict[str, dict[str, Any]] = {}
         self._file = {"settings": settings, "runs": self.runs}
         self._sources: dict[int, BlockSource] = {}
+        self._starts: dict[int, Tensor] = {}
         if path is not None and path.exists():
             found = json.loads(path.read_text())
             if found["settings"] != settings:
@@ -136,7 +147,10 @@ class Bench:
             model=ModelSpec(config=config),
             data=DataSpec(seq_len=SEQ_LEN),
             inner=InnerSpec(
-                lr=self.inner_lr * arm.lr, batch_size=BATCH * arm.batches, warmup_steps=50, total_steps=self.steps
+                lr=self.inner_lr * arm.lr,
+                batch_size=BATCH * arm.batches,
+                warmup_steps=50,
+                total_steps=self.start + self.steps,
             ),
         )
 
@@ -148,6 +162,29 @@ class Bench:
             self.runs[key] = {**_Run(self, arm, seed).go(), "seconds": time.perf_counter() - began}
             self._save()
         return self.runs[key]
+
+    def trained(self, seed: int) -> Tensor | None:
+        """The parameters from which all arms of this seed go on: fp32, one vector. None: they begin anew.
+
+        Trained by one worker with its own batches, and kept in a file beside the state file.
+        """
+        if not self.start or seed in self._starts:
+            return self._starts.get(seed)
+        kept = self._path and self._path.with_suffix(f".start-{seed}.safetensors")
+        if kept is not None and kept.exists():
+            self._starts[seed] = load_file(kept)["theta"]
+            return self._starts[seed]
+        spec = self.spec(Arm("start", ""), seed)
+        model = model_of(spec)
+        inner = inner_loop_of(spec, model, torch.device("cpu"))
+        for step in range(self.start):
+            inner.train_step([self.source(seed).batch(range(step * BATCH, (step + 1) * BATCH))], step)
+        view = FlatView.of(model)
+        theta = self._starts[seed] = torch.empty(view.numel)
+        view.gather(theta)
+        if kept is not None:
+            save_file({"theta": theta}, kept)
+        return theta
 
     def source(self, seed: int) -> BlockSource:
         """The text in the order of this seed; read once."""
@@ -170,6 +207,8 @@ class _Run:
         self.judge = model_of(self.spec)
         self.view = FlatView.of(self.judge)
         self.theta = torch.empty(self.view.numel)
+        self.start, self.trained = bench.start, bench.trained(seed)
+        self._begin(self.judge)
         self.curve: list[tuple[int, float]] = []
 
     def go(self) -> dict[str, Any]:
@@ -191,14 +230,23 @@ class _Run:
             "parameters": self.view.numel,
         }
 
+    def _begin(self, model: nn.Module) -> None:
+        if self.trained is not None:
+            FlatView.of(model).scatter(self.trained)
+
+    def _step(self, inner: InnerLoop, step: int, workers: int = 1, index: int = 0) -> None:
+        """One inner step of one of the workers, on blocks that nobody else has, nor had before the start's end."""
+        per_step, first = self.spec.inner.batch_size, self.start * BATCH
+        blocks = [first + (step * per_step + k) * workers + index for k in range(per_step)]
+        inner.train_step([self.source.batch(blocks)], self.start + step)
+
     def _point(self, step: int) -> None:
         self.curve.append((step, evaluate(self.judge, self.held[: CURVE_BLOCKS // 32])))
 
     def _train_alone(self) -> None:
         inner = inner_loop_of(self.spec, self.judge, torch.device("cpu"))
-        per_step = self.spec.inner.batch_size
         for step in range(self.steps):
-            inner.train_step([self.source.batch(range(step * per_step, (step + 1) * per_step))], step)
+            self._step(inner, step)
             if (step + 1) % (self.steps // CURVE_POINTS) == 0:
                 self._point(step + 1)
 
@@ -217,13 +265,12 @@ class _Run:
 
     def _train(self, peer: VirtualPeer, index: int) -> bytes:
         model = model_of(self.spec)
+        self._begin(model)
         inner = inner_loop_of(self.spec, model, torch.device("cpu"))
         opt = DiLoCo(model, inner.optimizer, peer, self.arm.h, outer=self.arm.outer, **dict(self.arm.options))
         opt.follow()
-        n, per_step = self.arm.workers, self.spec.inner.batch_size
         for step in range(self.steps):
-            blocks = [(step * per_step + k) * n + index for k in range(per_step)]
-            inner.train_step([self.source.batch(blocks)], step)
+            self._step(inner, step, self.arm.workers, index)
         opt.finish()
         return peer.state.digest()
 
@@ -308,6 +355,7 @@ def main() -> int:
     parser.add_argument("--arms", default=groups, help=f"names or groups, with ';' between (default: {groups})")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default 3)")
     parser.add_argument("--steps", type=int, default=800, help="inner steps of each worker (default 800)")
+    parser.add_argument("--start", type=int, default=0, help="steps of one worker before those, shared by all arms")
     parser.add_argument("--inner-lr", type=float, default=2e-3, help="greatest inner learning rate (default 2e-3)")
     parser.add_argument("--state", type=Path, help="file of the runs that are done; made if it is not there")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no further run after so many seconds")
@@ -315,7 +363,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    bench, arms, seeds = Bench(args.steps, args.inner_lr, args.state), chosen(args.arms), list(range(args.seeds))
+    bench = Bench(args.steps, args.inner_lr, args.state, args.start)
+    arms, seeds = chosen(args.arms), list(range(args.seeds))
     end = time.monotonic() + args.limit_s
     for seed in seeds:
         for arm in arms:

@@ -50,10 +50,13 @@ def test_options_that_cannot_be_are_refused_in_a_sentence(
 
 def test_the_convergence_benchmark_trains_and_tells_the_loss(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "convergence.py"), "--arms", "2 workers;int8", "--seeds", "1"]
-    command += ["--steps", "100", "--state", str(tmp_path / "state.json"), "--json"]
+    command += ["--start", "30", "--steps", "70", "--state", str(tmp_path / "state.json"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {row["arm"]: row for row in json.loads(done.stdout[done.stdout.index("{") :])["rows"]}
     assert rows.keys() == {"2 workers", "int8"}
     for row in rows.values():
         assert 2.0 < row["loss"] < 3.2, "a byte drawn at random costs 5.5 nats"
+    runs = json.loads((tmp_path / "state.json").read_text())["runs"]
+    first, last = ({run["curve"][at][1] for run in runs.values()} for at in (0, -1))
+    assert len(first) == 1 and first.pop() < 4.5 and len(last) == 2, "all arms go on from one model that has learned"

@@ -395,6 +395,36 @@ def test_the_traceback_is_there_when_asked_for(
 
 
 @pytest.mark.parametrize(
+    ("words", "option"),
+    [("join", "--micro-batch"), ("eval model", "--batch-size"), ("status --peers 127.0.0.1:4600", "unexpected")],
+)
+def test_a_device_without_room_is_no_riddle(
+    words: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(args: argparse.Namespace) -> int:
+        raise type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2 GiB.\nMore of it.")
+
+    monkeypatch.setattr("dlc.cli._run", full)
+    assert main(words.split()) == 4
+    said = capsys.readouterr().err
+    assert option in said and "Tried to allocate 2 GiB" in said
+
+
+def test_what_is_asked_of_a_trainer_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"device": "cpu", "micro_batch": 3, "eval_every": 4, "checkpoint_every": 5, "keep": 6}
+    given: dict[str, object] = {}
+
+    def trainer(peer: Peer, folder: Path, **options: object) -> None:
+        given.update(options)
+        raise UsageError("nothing is trained here")
+
+    monkeypatch.setattr("dlc.train.trainer.Trainer", trainer)
+    words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    assert main(["join", "--no-probe", "--state-dir", str(tmp_path), *words]) == 2
+    assert given.items() >= asked.items()
+
+
+@pytest.mark.parametrize(
     "spec",
     [
         RunSpec(),

@@ -35,7 +35,7 @@ from dlc.comm.ids import Voter
 from dlc.comm.lanes import Incoming
 from dlc.comm.lobby import Lobby
 from dlc.comm.messages import PROTOCOL_VERSION, Welcome
-from dlc.comm.node import Node
+from dlc.comm.node import Node, NodeConfig
 from dlc.comm.security import generate_run_key
 from dlc.comm.transport import Transport
 from dlc.errors import (
@@ -52,7 +52,7 @@ from dlc.handles import Flag
 from dlc.mesh import Group
 from dlc.peer import Member, Peer, Pending, Reduction, status
 from dlc.report import RoundReport
-from dlc.runspec import RunSpec
+from dlc.runspec import RunSpec, TimeoutsSpec
 from dlc.sim.toy import ToyState
 from tests.helpers import TICK_S, wait_until
 from tests.swarm import (
@@ -207,6 +207,19 @@ def test_absent_peer_is_named_after_its_patience() -> None:
         report = peers[0].all_reduce(vector, timeout_s=ROUND_S, patience_s=2.0)
         assert [s.peer for s in report.contributors] == [peers[0].id]
         assert [(m.peer, m.reason) for m in report.missing] == [(peers[1].id, "not ready")]
+
+
+def test_the_deadlines_of_a_run_are_those_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[NodeConfig] = []
+
+    def kept(*args: Any, **named: Any) -> NodeConfig:
+        configs.append(NodeConfig(*args, **named))
+        return configs[-1]
+
+    monkeypatch.setattr(peer_module, "NodeConfig", kept)
+    run = RunSpec(timeouts=TimeoutsSpec(probe_s=0.5, chunk_s=7.0, evict_s=90.0))
+    with Peer.join(spec=run):
+        assert [config.timeouts for config in configs] == [run.timeouts.floors()]
 
 
 def test_four_starters_with_the_same_list_form_one_group_of_four() -> None:

@@ -87,3 +87,8 @@ class SwarmClosed(DlcError):
 
 class ProtocolError(DlcError):
     """A message from another peer is malformed; the receiver drops it and goes on."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, for a sentence of ours: its first line, or its kind if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

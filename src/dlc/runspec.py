@@ -202,7 +202,7 @@ class InnerSpec:
     clip_norm: float = 1.0
     """Greatest global norm of a gradient. 0: no clipping."""
     batch_size: int = 8
-    """Sequences per micro-batch."""
+    """Sequences per micro-batch. Where a device has no room for so many, `dlc join --micro-batch` on that host."""
     accumulate: int = 1
     """Micro-batches per inner step; a step uses batch_size * accumulate sequences."""
     compile: bool = False

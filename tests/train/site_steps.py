@@ -81,12 +81,17 @@ def same_validation(site: Engine, plain: Engine) -> None:
     assert abs(site.evaluate(given) - plain.evaluate(given)) < 1e-6
 
 
-def compare(group: Group, spec: RunSpec) -> None:
-    site, plain = SiteEngine(spec, group, "peer"), Engine(spec, torch.device("cpu"))
+def compare(group: Group, spec: RunSpec, micro_batch: int = 0) -> None:
+    site, plain = SiteEngine(spec, group, "peer", micro_batch), Engine(spec, torch.device("cpu"))
+    at_once = list[int]()
+    site.model.register_forward_pre_hook(
+        lambda module, args, named: at_once.append(len(named["input_ids"])), with_kwargs=True
+    )
     views = site.view, plain.view
     assert site.view.layout() == plain.view.layout() and torch.equal(held(site.view), held(plain.view))
     loops = site.inner_loop(), plain.inner_loop()
     same_steps(*loops, views, [6, 6, 5, 1])  # the last two as at the end of a lease
+    assert max(at_once) == (micro_batch or spec.inner.batch_size)
     same_validation(site, plain)
     theta = torch.linspace(-0.1, 0.1, plain.view.numel)  # a round
     for view in views:
@@ -95,6 +100,11 @@ def compare(group: Group, spec: RunSpec) -> None:
     same_validation(site, plain)
     assert torch.equal(held(FlatView.of(site.whole_model())), theta)
     same_steps(*loops, views, [6])
+
+
+def by_one(group: Group, spec: RunSpec) -> None:
+    """All ranks have room for one sequence at once."""
+    compare(group, spec, 1)
 
 
 def compare_state(group: Group, spec: RunSpec) -> None:
@@ -148,7 +158,9 @@ def main() -> None:
     follower.model_of = of_another_host
     group = Group(torch.device("cpu"))
     for parallel, run, spec in [
-        (p, *what) for p in ("ddp", "fsdp") for what in ((compare, SPEC), (compare, LEAVING_OUT), (compare_state, ADAM))
+        (p, *what)
+        for p in ("ddp", "fsdp")
+        for what in ((compare, SPEC), (by_one, SPEC), (compare, LEAVING_OUT), (compare_state, ADAM))
     ]:
         group.parallel = parallel
         if group.rank:

@@ -461,6 +461,59 @@ def test_mfu_is_told_where_the_peak_is_known() -> None:
     assert peak_flops(torch.device("cpu")) is None
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lr": 0.02},
+        {"betas": (0.5, 0.6)},
+        {"weight_decay": 0.7},
+        {"clip_norm": 0.05},
+        {"warmup_steps": 3},
+        {"total_steps": 5},
+        {"min_lr_ratio": 0.8},
+        {"optimizer": "sgd"},
+    ],
+)
+def test_a_run_has_the_inner_steps_that_its_options_name(changed: dict[str, Any]) -> None:
+    """As a loop that is put together by hand; an option that is dropped on the way to it trains on, unnoticed."""
+    inner = InnerSpec(**{"warmup_steps": 1, "total_steps": 4} | changed)
+    ours, by_hand = Tiny(), Tiny()
+    made = inner_loop_of(RunSpec(inner=inner), ours, torch.device("cpu"))
+    groups = param_groups(by_hand, inner.weight_decay)
+    sgd, adamw = partial(torch.optim.SGD, groups, lr=1.0), partial(torch.optim.AdamW, groups, betas=inner.betas)
+    schedule = partial(
+        learning_rate,
+        peak=inner.lr,
+        warmup_steps=inner.warmup_steps,
+        total_steps=inner.total_steps,
+        min_ratio=inner.min_lr_ratio,
+    )
+    hand = InnerLoop(by_hand, sgd() if inner.optimizer == "sgd" else adamw(), schedule, inner.clip_norm)
+    for step in range(5):
+        assert made.train_step([ids(step)], step) == hand.train_step([ids(step)], step)
+    assert torch.equal(params(ours), params(by_hand))
+
+
+def test_a_run_has_the_arithmetic_that_its_options_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr("dlc.train.inner._compiled", lambda model, device: compiled.append(model) or model)
+    cpu, losses = torch.device("cpu"), dict[str, float]()
+    for precision in ("auto", "fp32", "bf16", "fp16"):
+        made = inner_loop_of(RunSpec(precision=precision), Tiny(), cpu)
+        losses[precision] = made.train_step([ids(0)], 0).loss
+    assert losses["auto"] == losses["fp32"] and len(set(losses.values())) == 3 and not compiled
+    model = Tiny()
+    inner_loop_of(RunSpec(inner=InnerSpec(compile=True)), model, cpu)
+    assert compiled == [model]
+
+
+@needs_muon
+def test_muon_has_the_momentum_that_a_run_names() -> None:
+    spec = RunSpec(inner=InnerSpec(optimizer="muon", momentum=0.6))
+    made = inner_loop_of(spec, llama(), torch.device("cpu"))
+    assert {group["momentum"] for group in made.optimizer.param_groups if "momentum" in group} == {0.6}
+
+
 def test_checkpointed_layers_are_computed_again_and_give_the_same_step() -> None:
     plain, saving = llama(), llama()
     saving.load_state_dict(plain.state_dict())

@@ -149,6 +149,9 @@ def test_the_run_says_which(spec: RunSpec) -> None:
     assert isinstance(by_steps, Steps) and by_steps.due(2) and not by_steps.due(1) and by_steps.target(7) == 2
     by_time = dataclasses.replace(spec, sync_mode="deadline")
     assert isinstance(pace_of(by_time, Others(list, clock), lambda: 1.0, clock), Deadline)
+    told = pace_of(dataclasses.replace(by_time, round_s=30.0), Others(list, clock), lambda: 1.0, clock)
+    told.begins(0, 0, clock.now)
+    assert told.target(0) == 30
 
 
 class Timed:

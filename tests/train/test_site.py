@@ -179,7 +179,7 @@ def test_ranks_wait_for_each_others_model_without_nccl(monkeypatch: pytest.Monke
     def named(name: str, value: object = None) -> Callable[..., Any]:
         return lambda *_: calls.append(name) or value
 
-    told = json.dumps({"spec": SPEC.to_dict(), "peer": "me", "parallel": "fsdp"})
+    told = json.dumps({"spec": SPEC.to_dict(), "peer": "me", "parallel": "fsdp", "batch_size": 2})
     group: Any = MagicMock(rank=rank, size=2, device=torch.device("cpu"), parallel="fsdp")
     group.meet, group.text.return_value, group.hear.return_value = named("meet"), told, (Order.RUN, [])
     for module in ("site", "follower"):
@@ -388,7 +388,7 @@ def test_a_model_is_taken_to_the_device_layer_by_layer_where_each_rank_holds_a_p
     monkeypatch.setattr("dlc.train.sharded.fully_shard", fully_shard)
     monkeypatch.setattr("dlc.train.sharded.check_mean", lambda *_: checked.append(len(met)))
     group: Any = SimpleNamespace(device=torch.device("meta"), size=2, give=lambda tensor: tensor)
-    Sharded(RunSpec(), group, model)
+    Sharded(RunSpec(), group, model, 2)
     first, second = layers_of(model)
     assert met == [(first, {"cpu"}), (second, {"cpu"}), (model, {"cpu", "meta"})]
     assert checked == [0]  # before anything is cut
@@ -428,7 +428,7 @@ def test_a_part_of_a_state_shares_no_memory_with_the_whole(lone: DeviceMesh, mon
 def test_nobody_keeps_the_parameters_that_a_site_cuts_into_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they are whole."""
 
-    def replica_of(parallel: str, spec: RunSpec, group: object, model: nn.Module) -> Any:
+    def replica_of(parallel: str, spec: RunSpec, group: object, model: nn.Module, batch_size: int) -> Any:
         before = weakref.ref(head := model.lm_head.weight)
         model.lm_head.weight = nn.Parameter(torch.empty(1))
         del head
@@ -503,7 +503,7 @@ def test_ddp_looks_for_layers_that_are_dropped_at_random_though_the_first_pass_d
     )
     model = nn.Linear(3, 2)
     model.config = cast(Any, SimpleNamespace(layerdrop=drops))
-    Replica(SPEC, cast(Any, SimpleNamespace(device=torch.device("cpu"))), model)
+    Replica(SPEC, cast(Any, SimpleNamespace(device=torch.device("cpu"))), model, 2)
     assert found == [unused]
 
 

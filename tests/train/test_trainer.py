@@ -135,6 +135,30 @@ def test_a_whole_run(spec: RunSpec, tmp_path: Path) -> None:
     assert (status["phase"], status["t"]) == ("leaving", 2), "the table that stays on the terminal shows it"
 
 
+def test_the_exchange_is_cut_into_the_chunks_that_a_run_names(spec: RunSpec, tmp_path: Path) -> None:
+    run = Run(FakePeer(dataclasses.replace(spec, chunk_elems=1000)), tmp_path / "state")
+    run.go()
+    assert run.peer.grid.span(0) == (0, 1000)
+
+
+def test_a_device_with_less_room_makes_the_same_steps(spec: RunSpec, tmp_path: Path) -> None:
+    """All had to have the batch size of the smallest."""
+
+    def run(micro_batch: int) -> tuple[Run, list[int]]:
+        made, sizes = Run(FakePeer(spec), tmp_path / str(micro_batch), micro_batch=micro_batch), list[int]()
+        made.trainer.model.register_forward_pre_hook(
+            lambda module, args, named: sizes.append(len(named["input_ids"])), with_kwargs=True
+        )
+        made.go()
+        return made, sizes
+
+    (usual, usual_sizes), (small, small_sizes), (large, large_sizes) = run(0), run(1), run(100)
+    assert (max(usual_sizes), max(small_sizes), max(large_sizes)) == (2, 1, 2)
+    assert usual.peer.weights == small.peer.weights and usual.peer.uptos == small.peer.uptos
+    torch.testing.assert_close(small.params(), usual.params(), rtol=0, atol=1e-5)
+    assert torch.equal(large.params(), usual.params())
+
+
 def test_the_speed_that_is_told_is_tokens_over_time_where_some_steps_take_far_longer() -> None:
     """As on a busy host: 320 tokens in 10 s."""
     tell = Teller(FakePeer(), lambda event: None, None, clock=lambda: 0.0)

@@ -19,10 +19,12 @@ from collections.abc import Sequence
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.options import parser
 from dlc.ending import INTERRUPTED, end_at_once
-from dlc.errors import DlcError, JoinError, UsageError
+from dlc.errors import DlcError, JoinError, UsageError, first_line
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OK, USAGE, NOT_JOINED, FAILED = 0, 2, 3, 4
+AT_ONCE = {"join": "--micro-batch", "eval": "--batch-size"}
+"""By command: the option that says how many sequences go through a model at once."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logging.getLogger("dlc").exception("dlc %s failed", args.command)
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             _discard_stdout()  # or Python would try once more, and complain
-        text = str(error) if isinstance(error, DlcError) else _unexpected(error)
+        text = str(error) if isinstance(error, DlcError) else _unexpected(args.command, error)
         _complain(args.command, text)
         return USAGE if isinstance(error, UsageError) else NOT_JOINED if isinstance(error, JoinError) else FAILED
 
@@ -120,8 +122,10 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _unexpected(error: Exception) -> str:
+def _unexpected(command: str, error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         where = f"{error.filename} cannot be written" if error.filename else "what there is to say cannot be written"
         return f"{where}: {error.strerror}; make room, and start it again"
+    if type(error).__name__ == "OutOfMemoryError" and command in AT_ONCE:  # torch's, which may not be loaded here
+        return f"{first_line(error)} Give a smaller {AT_ONCE[command]}: the outcome is the same one, with less memory"
     return f"unexpected {type(error).__name__}: {error} (--log-level debug shows where)"

@@ -370,6 +370,7 @@ def _train(
             peer,
             folder,
             device=args.device,
+            micro_batch=args.micro_batch,
             site=group,
             on_event=take,
             peer_events=events,

@@ -73,6 +73,7 @@ OF_TRAINERS = {
     "resume": "auto",
     "device": "auto",
     "parallel": None,
+    "micro_batch": 0,
     "eval_every": 0,
     "checkpoint_every": 10,
     "keep": 2,
@@ -230,6 +231,13 @@ def _add_join(join: argparse.ArgumentParser) -> None:
         "--parallel",
         choices=("ddp", "fsdp"),
         help="under torchrun: the model whole on each process (ddp, default), or in parts (fsdp)",
+    )
+    here.add_argument(
+        "--micro-batch",
+        type=_positive,
+        metavar="B",
+        help="sequences that go through the model at once, where inner.batch_size are too many for this device (under "
+        "torchrun for each): the steps are the same ones, and take longer",
     )
     here.add_argument(
         "--no-probe",

@@ -108,7 +108,7 @@ class Averaging:
         self._peer = cast(Peer, parts.peer)
         self._inner = parts.engine.inner_loop()
         on_gpu = self._inner.device.type == "cuda"
-        self._loader = Loader(parts.source, parts.spec.inner.batch_size, on_gpu, parts.calls.stopping)
+        self._loader = Loader(parts.source, parts.engine.batch_size, on_gpu, parts.calls.stopping)
         self._vector = self._view.gather(vectors.empty(self._view.numel))
         """The model after the last exchange: what steps that diverge are undone to."""
         self._scratch = torch.empty_like(self._vector)

@@ -59,7 +59,7 @@ class DataParallel:
         self._chunk_elems = parts.spec.chunk_elems or step_chunk_elems(self._view.numel, parts.spec.codec)
         self._gradients = Gradients(self._view.tensors, self._chunk_elems, parts.clock)
         on_gpu = self._inner.device.type == "cuda"
-        self._loader = Loader(parts.source, parts.spec.inner.batch_size, on_gpu, parts.calls.stopping)
+        self._loader = Loader(parts.source, parts.engine.batch_size, on_gpu, parts.calls.stopping)
         self._position: Position | None = None
         self._stopped_at = math.inf
         self._diverged = 0

@@ -16,7 +16,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from dlc.errors import DataError
+from dlc.errors import DataError, first_line
 from dlc.train.shelf import expanded
 from dlc.train.sources import (
     DATASETS,
@@ -202,7 +202,7 @@ def _called(place: Place, load: Callable[..., Any], *args: Any, **options: Any) 
         return load(*args, **options)
     except Exception as e:  # network, hub, pyarrow and datasets have no common base
         raise DataError(
-            f"datasets cannot load {place.source}: {_first_line(e)}; without a network give a folder written by "
+            f"datasets cannot load {place.source}: {first_line(e)}; without a network give a folder written by "
             "save_to_disk, or local files"
         ) from e
 
@@ -212,7 +212,7 @@ def _saved(place: Place) -> Any:
     try:
         found = datasets.load_from_disk(str(expanded(place.source)), keep_in_memory=False)
     except Exception as e:  # as above
-        raise DataError(f"datasets cannot read {place.source}: {_first_line(e)}") from e
+        raise DataError(f"datasets cannot read {place.source}: {first_line(e)}") from e
     if not isinstance(found, datasets.DatasetDict):
         if place.split not in (Place.split, str(found.split)):
             raise DataError(f"{place.source} is one dataset, without a split {place.split!r}: leave out data.split")
@@ -240,7 +240,3 @@ def _datasets(place: Place) -> Any:
     except ImportError as e:
         raise DataError(f"reading {place.source} needs the package datasets, which cannot be imported: {e}") from e
     return datasets
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

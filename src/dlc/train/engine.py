@@ -20,11 +20,14 @@ from dlc.train.setup import check_causal, inner_loop_of, model_of, utilisation_o
 class Engine:
     """The model of `spec` for `device`; it is moved there by the first inner loop.
 
+    micro_batch: sequences that go through it at once, where fewer than `inner.batch_size` fit this device; 0: so many.
+
     ConfigError: the model cannot be built, or is none that predicts the next token.
     """
 
-    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+    def __init__(self, spec: RunSpec, device: torch.device, micro_batch: int = 0) -> None:
         self.spec, self.device = spec, device
+        self.batch_size = min(spec.inner.batch_size, micro_batch or spec.inner.batch_size)
         self.model = model_of(spec)
         check_causal(self.model)
         self.view = FlatView.of(self.model)

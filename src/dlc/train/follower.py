@@ -28,7 +28,7 @@ def follow(group: Group) -> None:
         seed_peer(spec.seed, f"{told['peer']} rank {group.rank}")
         model = model_of(spec)
         group.meet()
-        _obey(group, replica_of(told["parallel"], spec, group, model))
+        _obey(group, replica_of(told["parallel"], spec, group, model, told["batch_size"]))
 
 
 def _obey(group: Group, replica: Replica) -> None:

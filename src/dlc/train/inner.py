@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlc.errors import CheckpointError, ConfigError, UsageError
+from dlc.errors import CheckpointError, ConfigError, UsageError, first_line
 from dlc.runspec import OPTIMIZERS, PRECISIONS
 from dlc.train.muon import muon_and_adamw
 
@@ -301,7 +301,7 @@ def _compiled(model: nn.Module, device: torch.device) -> Callable[..., Any]:
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(2, device=device))
     except Exception as error:  # dynamo, inductor, triton and compilers raise many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(
             f"inner.compile is on, but torch.compile does not work on this host ({reason}): install a C++ compiler and "
             "the headers of Python (triton too for CUDA), or set inner.compile = false for the run"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlc.errors import ConfigError, UsageError
+from dlc.errors import ConfigError, UsageError, first_line
 from dlc.train.checkpoint import save_model_folder
 from dlc.train.shelf import model_folder
 from dlc.train.tokens import Tokenizer
@@ -104,7 +104,7 @@ def config_in(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as e:  # JSON and transformers have no common base
-        raise UsageError(f"the model in {folder} cannot be loaded: {_first_line(e)}") from e
+        raise UsageError(f"the model in {folder} cannot be loaded: {first_line(e)}") from e
 
 
 def load_model(
@@ -127,7 +127,7 @@ def load_model(
         if folder is not None:
             raise UsageError(f"the model in {folder} cannot be loaded: {e}") from e
         raise UsageError(
-            f"there is no folder {name}, and no such model of the Hugging Face hub can be loaded: {_first_line(e)}; "
+            f"there is no folder {name}, and no such model of the Hugging Face hub can be loaded: {first_line(e)}; "
             "where there is no network, copy its folder here and give its path (in RUN.toml model.path, with "
             'model.kind = "path")'
         ) from e
@@ -240,7 +240,3 @@ class _seeded:
 def _nearest(name: str, known: Any) -> str:
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -86,15 +86,15 @@ def dropped_layers(model: nn.Module) -> str:
 
 class Replica:
     """The run's `model` on this rank, whole, in DDP; `sharded.Sharded` holds a part. Rank 0's parameters and
-    buffers count.
+    buffers count. `batch_size`: sequences that go through it at once.
 
     Made on all ranks at once, of models of one kind; all but `inner_loop` is a matter of all ranks too.
     """
 
     parallel = "ddp"
 
-    def __init__(self, spec: RunSpec, group: Group, model: nn.Module) -> None:
-        self.spec, self.group = spec, group
+    def __init__(self, spec: RunSpec, group: Group, model: nn.Module, batch_size: int) -> None:
+        self.spec, self.group, self.batch_size = spec, group, batch_size
         self.model = model.to(group.device)
         self.tensors = FlatView.of(self.model).tensors
         leaves_out = torch.tensor(float(bool(dropped_layers(model)) or not self._reaches_all()))
@@ -166,13 +166,13 @@ class Replica:
         return placed(value, like)
 
 
-def replica_of(parallel: str, spec: RunSpec, group: Group, model: nn.Module) -> Replica:
+def replica_of(parallel: str, spec: RunSpec, group: Group, model: nn.Module, batch_size: int) -> Replica:
     """`parallel`: "ddp" or "fsdp"."""
     if parallel == "ddp":
-        return Replica(spec, group, model)
+        return Replica(spec, group, model, batch_size)
     from dlc.train.sharded import Sharded
 
-    return Sharded(spec, group, model)
+    return Sharded(spec, group, model, batch_size)
 
 
 class SiteLoop(InnerLoop):
@@ -195,7 +195,7 @@ class SiteLoop(InnerLoop):
     def shared_step(self, rows: Tensor, step: int) -> StepResult:
         """One optimizer step of all ranks on all sequences: int64 [n, s], the same on all ranks."""
         group = self._group
-        pieces = pieces_of(len(rows), group.rank, group.size, self._replica.spec.inner.batch_size)
+        pieces = pieces_of(len(rows), group.rank, group.size, self._replica.batch_size)
         return self.weighted_step([(rows[which], group.size * share) for which, share in pieces], step)
 
     def tensors(self) -> dict[str, Tensor]:

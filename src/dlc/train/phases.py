@@ -72,7 +72,10 @@ _BEGUN = "begun"
 
 
 class Phases:
-    """Used from the trainer's thread. `inner`: the inner optimizer; a new one is made after steps that diverged."""
+    """Used from the trainer's thread. `inner`: the inner optimizer; a new one is made after steps that diverged.
+
+    batch_size: sequences that go through the model at once.
+    """
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class Phases:
         others: Others,
         tell: Teller,
         new_inner: Callable[[], InnerLoop],
+        batch_size: int,
         clock: Callable[[], float],
         calls: Calls,
     ) -> None:
@@ -96,7 +100,7 @@ class Phases:
         self._pace = pace_of(spec, others, lambda: tell.step_s, clock)
         self._h = spec.steps_per_round
         self._overlap_steps = spec.overlap_steps or math.inf
-        loader = Loader(source, spec.inner.batch_size, self.inner.device.type == "cuda", calls.stopping)
+        loader = Loader(source, batch_size, self.inner.device.type == "cuda", calls.stopping)
         self._supply = Supply(outer.model, loader, spec.blocks_per_step)
         self._inner_step = 0
         """Of this phase; beyond H if it goes on."""

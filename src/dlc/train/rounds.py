@@ -60,6 +60,7 @@ class Rounds:
             Others(peer.members, clock),
             parts.tell,
             engine.inner_loop,
+            engine.batch_size,
             clock,
             parts.calls,
         )

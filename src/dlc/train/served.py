@@ -63,7 +63,7 @@ class Served:
         self._push = torch.empty_like(self._theta)
         self.inner = parts.engine.inner_loop()
         on_gpu = self.inner.device.type == "cuda"
-        self._loader = Loader(parts.source, self._spec.inner.batch_size, on_gpu, parts.calls.stopping)
+        self._loader = Loader(parts.source, parts.engine.batch_size, on_gpu, parts.calls.stopping)
         self._client: ServerClient | None = None
         self._position = Position(0, 0.0, b"", None, b"")
         self._first_block = first_block(self._spec.seed, parts.peer.id)

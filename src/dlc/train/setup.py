@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dlc.errors import ConfigError, DataError, UsageError
+from dlc.errors import ConfigError, DataError, UsageError, first_line
 from dlc.runspec import BYTES, RunSpec
 from dlc.train.flops import Utilisation, flops_per_token, peak_flops
 from dlc.train.inner import InnerLoop, autocast_dtype, build_optimizer, learning_rate
@@ -210,6 +210,6 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device).cpu()  # which the device "meta", whose tensors hold nothing, cannot
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # a torch without CUDA asserts
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
+        reason = first_line(error).partition(". ")[0]
         raise UsageError(f"the device {name!r} cannot be used ({reason}); choose auto, cpu or cuda") from None
     return device

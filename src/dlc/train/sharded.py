@@ -70,8 +70,8 @@ class Sharded(Replica):
 
     parallel = "fsdp"
 
-    def __init__(self, spec: RunSpec, group: Group, model: nn.Module) -> None:
-        self.spec, self.group = spec, group
+    def __init__(self, spec: RunSpec, group: Group, model: nn.Module, batch_size: int) -> None:
+        self.spec, self.group, self.batch_size = spec, group, batch_size
         check_layers(model)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):  # as DDP does: the hosts' folders may differ

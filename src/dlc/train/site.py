@@ -32,19 +32,22 @@ from dlc.train.setup import model_of
 class SiteEngine(Engine):
     """The run's model on all ranks of `group`. Rank 0 alone makes one; `peer` is the id of the site's peer.
 
+    micro_batch: as in `Engine`, on each rank.
+
     ConfigError: the model cannot be built, a step of the run cannot be shared evenly, or an option of it does not go
     with `group.parallel`.
     """
 
-    def __init__(self, spec: RunSpec, group: Group, peer: str) -> None:
+    def __init__(self, spec: RunSpec, group: Group, peer: str, micro_batch: int = 0) -> None:
         check_fits(spec, group.size, group.parallel)
-        super().__init__(spec, group.device)
+        super().__init__(spec, group.device, micro_batch)
         del self.view  # it would keep the whole parameters, which are cut into parts one layer after the other
         with group.together():
             group.tell(Order.RUN)
-            group.text(json.dumps({"spec": spec.to_dict(), "peer": peer, "parallel": group.parallel}))
+            told = {"spec": spec.to_dict(), "peer": peer, "parallel": group.parallel, "batch_size": self.batch_size}
+            group.text(json.dumps(told))
             group.meet()
-            self._replica = replica_of(group.parallel, spec, group, self.model)
+            self._replica = replica_of(group.parallel, spec, group, self.model, self.batch_size)
         self._group = group
         self.view: FlatView = SiteView(self._replica)
 

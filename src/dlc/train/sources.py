@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 
 from blake3 import blake3
 
-from dlc.errors import DataError
+from dlc.errors import DataError, first_line
 from dlc.runspec import STDLIB
 from dlc.train.shelf import expanded
 
@@ -359,7 +359,7 @@ def _parquet(path: Path, field: str) -> Iterator[tuple[int, bytes]]:
     except DataError:
         raise
     except Exception as e:  # pyarrow and datasets have no common base
-        raise DataError(f"{path} cannot be read as parquet: {e}") from e
+        raise DataError(f"{path} cannot be read as parquet: {first_line(e)}") from e
 
 
 def parquet_options(field: str) -> dict[str, Any]:
@@ -378,7 +378,7 @@ def rows_of(path: Path, field: str) -> int:
         with parquet.ParquetFile(path) as file:
             rows, schema = int(file.metadata.num_rows), file.schema_arrow
     except Exception as e:  # the errors of pyarrow have no common base
-        raise DataError(f"{path} cannot be read as parquet: {e}") from e
+        raise DataError(f"{path} cannot be read as parquet: {first_line(e)}") from e
     if not rows:
         return 0
     if field not in schema.names:

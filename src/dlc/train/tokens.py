@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from dlc.errors import DataError
+from dlc.errors import DataError, first_line
 from dlc.runspec import BYTE_VALUES, BYTES
 from dlc.train.shelf import HUB_NAME, expanded
 from dlc.train.sources import Piece
@@ -152,8 +152,7 @@ def _load(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder if local else name, local_files_only=local)
     except Exception as e:  # network, hub, JSON and tokenizers have no common base
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise DataError(
-            f"the tokenizer {name!r} cannot be loaded: {reason}; give a folder with a tokenizer.json (written by "
-            'save_pretrained), the name of one on the Hugging Face hub where there is a network, or "bytes"'
+            f"the tokenizer {name!r} cannot be loaded: {first_line(e)}; give a folder with a tokenizer.json (written "
+            'by save_pretrained), the name of one on the Hugging Face hub where there is a network, or "bytes"'
         ) from e

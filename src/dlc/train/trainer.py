@@ -103,6 +103,8 @@ class Trainer:
 
     on_event:     gets a dict for everything that happens, on the caller's thread (see `telling`).
     peer_events:  the queue whose `put` the peer got as its `on_event`.
+    micro_batch:  sequences that go through the model at once, where fewer than `inner.batch_size` fit the device; 0:
+                  so many. The steps are the same ones.
     site:         the processes that train together, of which this is rank 0; None: this process alone, on `device`.
     resume:       a checkpoint of this RunSpec, or of one that differs in length only, whose log the peer was given too.
                   What is large in it is let go of (`Saved.let_go`) once it is taken.
@@ -122,6 +124,7 @@ class Trainer:
         folder: Path,
         *,
         device: str = "auto",
+        micro_batch: int = 0,
         site: Group | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
         peer_events: queue.SimpleQueue[object] | None = None,
@@ -135,13 +138,17 @@ class Trainer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec = peer.spec
-        self._engine = Engine(spec, pick_device(device)) if site is None else SiteEngine(spec, site, peer.id)
+        self._engine = (
+            Engine(spec, pick_device(device), micro_batch)
+            if site is None
+            else SiteEngine(spec, site, peer.id, micro_batch)
+        )
         self.device, self.model, view = self._engine.device, self._engine.model, self._engine.view
         tokenizer = load_tokenizer(spec.data.tokenizer)
         check_own_tokenizer(spec, self.model, tokenizer)
         check_vocabulary(self.model, tokenizer)  # before the text is tokenised, which may take long
         self._source = open_blocks(spec, tokenizer, cache or folder / TOKENS)
-        self._eval_batches = self._source.validation_batches(spec.inner.batch_size, eval_blocks)
+        self._eval_batches = self._source.validation_batches(self._engine.batch_size, eval_blocks)
         if resume is not None:
             check_same_model(resume, view)
         self._peer, self._folder, self._clock, self._resume = peer, folder, clock, resume
