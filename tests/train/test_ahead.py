@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 import dlc.train.local_model
 from dlc.cli.sinks import sentence
 from dlc.comm.events import ContributionDropped, DigestMismatch, HistoryLost, LeftAhead, Waiting
+from dlc.comm.straggler import NEVER_S
 from dlc.errors import DlcError
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec, TimeoutsSpec
 from dlc.train import others, phases, trainer
@@ -21,6 +24,7 @@ from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.loader import Loader
 from dlc.train.offers import Work
 from dlc.train.outer_loop import OuterLoop
+from dlc.train.telling import SITS_OUT
 from tests.helpers import wait_until
 from tests.train.fake_peer import THIRD, FakeMember, FakePeer
 from tests.train.school import DEADLINE_S, Pupil, School
@@ -221,6 +225,50 @@ def test_steps_that_diverge_during_a_round_spoil_neither_it_nor_the_next(
     run.go()
     assert len(run.all("diverged")) == 1 and run.peer.weights == [H * STEP_TOKENS] * 2
     assert [event["counted"] for event in run.all("round")] == [True, True]
+
+
+def diverging(monkeypatch: pytest.MonkeyPatch, *at: int) -> None:
+    """The loss of these inner steps, counted from 1, is not finite."""
+    train_step, calls = InnerLoop.train_step, itertools.count(1)
+
+    def poisoned(self: InnerLoop, batches: Any, step: int) -> StepResult:
+        result = train_step(self, batches, step)
+        return StepResult(math.nan, result.tokens, 1.0) if next(calls) in at else result
+
+    monkeypatch.setattr(InnerLoop, "train_step", poisoned)
+
+
+def test_whose_steps_diverge_sits_the_round_of_the_others_out(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the same model it tried again at once, and three times in a row within one round were the end of it."""
+    diverging(monkeypatch, 2, 3)
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.others = [far(0)]
+    said: list[int] = []
+
+    def pass_round(event: Event) -> None:
+        if event["event"] == "phase" and event["phase"] == SITS_OUT:
+            said.append(len(run.peer.said))
+            run.peer.pass_round()
+            run.peer.others = []
+
+    run.on_event = pass_round
+    assert run.go().t == 2
+    assert run.peer.said[said[0]]["eta_s"] == NEVER_S, "nobody waits for it"
+    told = [(e["event"], e.get("t")) for e in run.events if e["event"] in ("step", "diverged")]
+    assert told == [("step", 0), ("diverged", 0), ("diverged", 1), *[("step", 1)] * H], "alone it tries again at once"
+
+
+def test_a_round_that_does_not_come_is_sat_out_no_longer_than_it_may_take(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases, "SIT_OUT_S", 0.0)
+    diverging(monkeypatch, 1)
+    run = Run(FakePeer(spec), tmp_path)
+    run.peer.others = [near(0)]
+    assert run.go().t == 2 and len(run.peer.counted) == 2
+    assert len(run.all("diverged")) == 1 and any(event["phase"] == SITS_OUT for event in run.all("phase"))
 
 
 def test_parameters_that_diverge_before_the_offer_grows_spoil_nothing(

@@ -8,7 +8,7 @@ import pytest
 
 from dlc.comm.roles import HELPER, TRAINER
 from dlc.train.others import LOOK_EVERY_S, TOLD_AGE_S, Others
-from dlc.train.telling import ENDS
+from dlc.train.telling import ENDS, SITS_OUT
 from tests.train.fake_peer import FakeMember
 
 
@@ -43,6 +43,15 @@ def test_who_has_not_told_of_the_newest_round_begins_now() -> None:
     world = World()
     world.tell(a=status(t=2, inner=10), b=status(t=3, inner=10), c=status(t=4), d=status(t=1))
     assert world.others.etas_s(3) == [10.0, 0.0]  # who is ahead or far behind tells nothing
+
+
+def test_who_sits_a_round_out_and_who_ends_have_nothing_for_it() -> None:
+    world = World()
+    idle = {"a": status() | {"phase": SITS_OUT}, "b": status() | {"phase": ENDS}, "c": status(t=9), "d": {"t": 3}}
+    world.tell(**idle)
+    assert world.others.offer_in_s(3) is None
+    world.tell(**idle, e=status(inner=4), f=status(inner=9), g=status(t=2, of=2) | {"phase": SITS_OUT})
+    assert world.others.offer_in_s(3) == 6.0 - TOLD_AGE_S
 
 
 def test_where_most_of_the_others_are() -> None:

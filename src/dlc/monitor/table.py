@@ -25,6 +25,7 @@ STYLES = {
     "reducing": "cyan",
     "waiting": "yellow",
     "overlapping": "green",
+    "sitting out": "yellow",
     "syncing": "yellow",
     "joining": "yellow",
     "starting": "dim",

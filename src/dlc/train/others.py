@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dlc.comm.roles import TRAINER
 from dlc.train.swarm import MemberView
-from dlc.train.telling import ENDS
+from dlc.train.telling import ENDS, SITS_OUT
 
 LOOK_EVERY_S = 0.2
 """Between two looks at the members, which cost a moment of the peer's own thread."""
@@ -87,14 +87,21 @@ class Others:
         Who told of the round before only is taken to begin just now; who is further behind is not in step with us.
         """
         self.look()
-        now = self._clock()
-        return [
-            max(0.0, (told.of - told.inner) * told.step_s - TOLD_AGE_S - (now - since))
-            if told.t == t
-            else told.of * told.step_s
-            for told, since in self._told.values()
-            if t - 1 <= told.t <= t and told.step_s is not None
-        ]
+        return [eta_s for told, since in self._told.values() if (eta_s := self._eta_s(told, since, t)) is not None]
+
+    def offer_in_s(self, t: int) -> float | None:
+        """Seconds until the last of those is there that have something for the round after `t`; None: nobody has."""
+        self.look()
+        offering = [(told, since) for told, since in self._told.values() if not (told.ends and told.t == t)]
+        etas_s = [eta_s for told, since in offering if (eta_s := self._eta_s(told, since, t)) is not None]
+        return max(etas_s, default=None)
+
+    def _eta_s(self, told: _Told, since: float, t: int) -> float | None:
+        if told.step_s is None or not t - 1 <= told.t <= t:
+            return None
+        if told.t < t:
+            return told.of * told.step_s
+        return max(0.0, (told.of - told.inner) * told.step_s - TOLD_AGE_S - (self._clock() - since))
 
 
 def _told(status: Mapping[str, Any]) -> _Told | None:
@@ -102,7 +109,7 @@ def _told(status: Mapping[str, Any]) -> _Told | None:
     t, inner, of = (_whole(status.get(name)) for name in ("t", "inner", "of"))
     if t is None or inner is None:
         return None
-    ends = status.get("phase") == ENDS
+    ends = status.get("phase") in (ENDS, SITS_OUT)
     return _Told(t, inner, inner if of is None else of, _step_s(status.get("step_s")), ends)
 
 

@@ -16,8 +16,8 @@
 - With overlap they do not stand still at all, but after `overlap_steps`: the steps made while a round is on its way are
   the first ones of the next phase, and go on from the new theta when it is there (local := theta_new - what is not
   counted yet).
-- A phase whose loss is not finite contributes nothing: the swarm's model is loaded again, and after `DIVERGED_MAX`
-  such phases in a row the trainer gives up.
+- A phase whose loss is not finite contributes nothing: the swarm's model is loaded again, the round that the others
+  are about to have goes on without us, and after `DIVERGED_MAX` such phases in a row the trainer gives up.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ from dlc.train.pace import pace_of
 from dlc.train.progress import Progress
 from dlc.train.strategy import Calls
 from dlc.train.supply import Supply
-from dlc.train.telling import Teller
+from dlc.train.telling import SITS_OUT, Teller
 
 log = logging.getLogger(__name__)
 
 DIVERGED_MAX = 3
 """Phases in a row that may end in NaN or Inf: one can be bad luck, three are a wrong learning rate."""
+SIT_OUT_S = 30.0
+"""A round that a peer sits out may take so much longer than is usual: where it does not come, that peer trains on."""
 GROW_EVERY_S = 5.0
 """Between two tries to offer more while a round waits for others: where a plan crosses it, the round waits in vain."""
 LAST_ROUND_S = 5.0
@@ -447,11 +449,24 @@ class Phases:
         except Stopped:
             return True
 
-    def start_again(self) -> None:
-        """From the swarm's model, with a new inner optimizer, after a phase that was not finite."""
+    def start_again(self, stop: threading.Event) -> None:
+        """From the swarm's model, with a new inner optimizer, after a phase that was not finite: from that of the next
+        round, if the others are about to have one. From the same one as before, steps might diverge as they did."""
         self.drop()
         self._outer.adopt()
         self._tell_diverged()
+        t, began = self._outer.position.t, self._clock()
+        in_s = self._others.offer_in_s(t)
+        if in_s is None:
+            return
+        log.warning("round %d goes on without this peer", t + 1)
+        self._tell.phase(SITS_OUT)
+        until = began + in_s + SIT_OUT_S + self._patience_s()
+        while self._calls.over(stop) is None and not self._outer.model.moved(at_once=True):
+            if self._clock() >= until or self._others.offer_in_s(t) is None:
+                return
+            self._calls.listen()
+            stop.wait(WAIT_SLICE_S)
 
     def _tell_diverged(self) -> None:
         """The model is good again; so must the inner optimizer be. DlcError: it was so too often."""

@@ -122,7 +122,7 @@ class Rounds:
             if self.phases.inner_phase(stop):
                 self.phases.exchange(stop)
         except NotFinite:
-            self.phases.start_again()
+            self.phases.start_again(stop)
 
     def wind_up(self, stopped: bool, stop: threading.Event) -> None:
         position, phases = self.position, self.phases

@@ -25,7 +25,9 @@ DESCRIBE_EVERY_S = 0.5
 """A status travels by gossip to everybody: twice a second is plenty for people."""
 ENDS = "leaving"
 """Phase of a trainer that offers nothing more."""
-ETAS_S = {"waiting": 0.0, "overlapping": 0.0, ENDS: NEVER_S}
+SITS_OUT = "sitting out"
+"""Of one that offers nothing to the next round."""
+ETAS_S = {"waiting": 0.0, "overlapping": 0.0, ENDS: NEVER_S, SITS_OUT: NEVER_S}
 """Of a contribution, in the phases that say it."""
 RATE_WEIGHT = 0.2
 """Of the newest step in the running means of a step's time and tokens."""
