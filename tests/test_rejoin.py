@@ -240,7 +240,7 @@ def test_who_slept_through_its_eviction_and_the_history_comes_back_as_itself() -
         for peer in peers:
             wait_until(lambda peer=peer: voters(peer) == {p.voter for p in peers}, EVICT_S / 2)
         reports = together(peers, lambda p, i: average(p))
-        assert all(r.complete and len(r.contributors) == 3 for r in reports), [r.to_dict() for r in reports]
+        assert all(r.complete and len(r.contributors) == 3 for r in reports), str([r.to_dict() for r in reports])
         assert asleep.peer.voter == voter and len({r.head for r in reports}) == 1
 
 
