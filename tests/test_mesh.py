@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import os
 import queue
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -180,6 +182,23 @@ def test_what_is_begun_is_sent_from_where_it_lies_and_its_mean_is_another_vector
         assert [torch.equal(vector, torch.full((5000,), float(i))) for i, vector in enumerate(given)] == [True] * 3
         with pytest.raises(UsageError, match="at least one element"):
             groups[0].begin(torch.empty(0))
+
+
+def test_a_group_that_is_over_leaves_no_vector_to_the_garbage_collector() -> None:
+    """What waits for it is gigabytes, and the next group needs as much anew: a program of few objects runs it seldom."""
+    with swarm(2, log=False) as peers:
+        know_each_other(peers)
+        gc.collect()
+        gc.disable()
+        try:
+            calls = [dlc.Group(p, "g", target_size=2, matchmaking_s=MEET_S).begin(torch.ones(1000)) for p in peers]
+            for call in calls:
+                call.wait()
+            means = [weakref.ref(call.mean) for call in calls]
+            del call, calls
+            wait_until(lambda: not any(mean() is not None for mean in means), what="both means are given back")
+        finally:
+            gc.enable()
 
 
 def test_a_call_that_begins_as_another_of_its_name_ends_has_none_of_its_news(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,10 @@ def owners_of(begin: Begin) -> list[int]:
     return [i for i, seat in enumerate(begin.seats) for _ in range(seat.chunks)]
 
 
+def _nobody(told: object) -> None:
+    """Is there any more to be told."""
+
+
 class GroupOwner:
     def __init__(
         self,
@@ -223,9 +227,11 @@ class GroupOwner:
             self._parcels.stop(self._contributions[i])
 
     def stop(self) -> None:
-        """Reduce no more, and give everything back."""
+        """Reduce no more, tell nothing more, and give everything back."""
         for intake in self._contributions.values():
             self._parcels.stop(intake)
+        self._contributions.clear()
+        self._never_comes = self._closed = _nobody
         self._to_reduce.clear()
         self._reducers.clear()
         self._vector = None

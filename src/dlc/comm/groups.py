@@ -287,10 +287,12 @@ class Reduction:
         return frozenset(seat.voter.peer for i, seat in enumerate(self.seats) if i not in self._finished)
 
     def release(self) -> None:
-        """Give everything back."""
+        """Give everything back, and refer to nothing that refers to this: vectors must not wait for the garbage
+        collector, which a program of few objects runs seldom."""
         self._owner.stop()
         for intake in self._results.values():
             self.parcels.stop(intake)
+        self._results.clear()
         for part in (CONTRIBUTION, RESULT):
             self.parcels.holdings.release(self._key(part), "the group is over")
         self.vector = self.out = None
