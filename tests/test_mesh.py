@@ -185,7 +185,7 @@ def test_what_is_begun_is_sent_from_where_it_lies_and_its_mean_is_another_vector
 
 
 def test_a_group_that_is_over_leaves_no_vector_to_the_garbage_collector() -> None:
-    """What waits for it is gigabytes, and the next group needs as much anew: a program of few objects runs it seldom."""
+    """It may be gigabytes, and the next group needs as much anew: a program of few objects runs it seldom."""
     with swarm(2, log=False) as peers:
         know_each_other(peers)
         gc.collect()

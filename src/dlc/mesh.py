@@ -386,7 +386,7 @@ class Group:
             self.peer.mesh.check_may_wait()
         numel = sum(t.numel() for t in many)
         vector = flatten_tensors(many, vectors.recycled(numel)) if contributes else None
-        handle = self._begin(vector, numel, many, weight, gather, tag, label, receives, timeout_s)
+        handle = self._begin(vector, numel, many, weight, gather, tag, label, receives, False, timeout_s)
         return handle if async_op else waited(handle)
 
     def begin(
@@ -397,11 +397,16 @@ class Group:
         gather: bytes = b"",
         contributes: bool = True,
         receives: bool = True,
+        keeps_unsaid: bool = False,
         timeout_s: float = 60.0,
     ) -> GroupCall:
         """As `all_reduce` with async_op, of one flat fp32 vector on the CPU, and without copies of it: it is sent from
         where it lies, others may ask for it after the end, too, so nobody may ever change it again. The mean is another
-        vector, `GroupCall.mean`."""
+        vector, `GroupCall.mean`.
+
+        keeps_unsaid: what the codec rounds off of `vector` is added to that mean, and so stays with this peer: of what
+        is averaged again and again all would be lost that is below the codec's resolution. Peers' means differ by it.
+        """
         instance("vector", vector, Tensor, "give one flat torch tensor")
         plain = vector.dtype == torch.float32 and vector.device.type == "cpu" and vector.is_contiguous()
         if contributes and not (plain and vector.dim() == 1):
@@ -410,7 +415,7 @@ class Group:
                 "contiguous one of float32 on the CPU; all_reduce takes others, too"
             )
         flat = vector if contributes else None
-        return self._begin(flat, vector.numel(), [], weight, gather, "", "", receives, timeout_s)
+        return self._begin(flat, vector.numel(), [], weight, gather, "", "", receives, keeps_unsaid, timeout_s)
 
     def _begin(
         self,
@@ -422,6 +427,7 @@ class Group:
         tag: str,
         label: str,
         receives: bool,
+        keeps_unsaid: bool,
         timeout_s: float,
     ) -> GroupCall:
         """The mean of `vector` (None: not contributed), of so many elements, into `many`."""
@@ -434,6 +440,7 @@ class Group:
             grid=Grid(numel, usual_chunk_elems(numel, self.codec, self.peer.spec.chunk_elems), self.codec),
             vector=vector,
             out=vectors.recycled(numel) if receives else None,
+            keeps_unsaid=keeps_unsaid and self.codec != "fp32",
             weight=weight,
             owns=self.owns,
             label=label,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sys
 from dataclasses import replace
@@ -768,6 +769,23 @@ def test_what_is_not_finite_is_told_as_that_by_all_and_to_its_own_peer(codec: st
     callers[1].given.fill_(float("nan"))
     net.until(lambda: ended(callers))
     assert [c.outcome.missing for c in callers] == [{sick.name: NOT_FINITE}] * 4
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_what_the_codec_rounds_off_stays_with_whoever_wants_it_and_no_nan_gets_into_the_mean(codec: str) -> None:
+    net = MeshNet(13)
+    hosts = net.add(3)
+    callers = [Caller(net, host, i, codec=codec, keeps_unsaid=i > 0) for i, host in enumerate(hosts)]
+    plain, keeps, bad = callers
+    bad.given[CHUNK + 1] = math.nan  # before anybody has read it
+    net.until(lambda: ended(callers))
+    grid = plain.call.grid
+    for caller in (keeps, bad):
+        for chunk in range(grid.n_chunks):
+            part = slice(*grid.span(chunk))
+            unsaid = grid.unsaid(chunk, caller.given[part]) if caller is keeps or chunk != 1 else torch.zeros(CHUNK)
+            assert torch.equal(caller.out[part], plain.out[part] + unsaid), chunk
+    assert 1 in bad.outcome.without_mine and plain.out.isfinite().all() and not torch.equal(keeps.out, plain.out)
 
 
 @pytest.mark.parametrize("why", ["", "x" * 1000])

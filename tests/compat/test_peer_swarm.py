@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from dlc.comm.detector import HEARTBEATS_MAX
-from dlc.comm.grid import Grid
 from dlc.comm.membership import Membership
 from dlc.compat.hivemind import peer_swarm
 from dlc.compat.hivemind.averaging.control import StepControl
@@ -143,6 +142,7 @@ def test_further_parts_are_averaged_by_those_of_the_first_and_all_who_lack_are_n
             self.matchmaking_s, self.at = options["matchmaking_s"], len(made) - 1
 
         def begin(self, vector: torch.Tensor, **how: Any) -> SimpleNamespace:
+            assert how["keeps_unsaid"]
             report = SimpleNamespace(gathered=came[self.at], missing=lack[self.at])
             return SimpleNamespace(wait=lambda: report, mean=vector + how["weight"], members=("a",))
 
@@ -156,7 +156,7 @@ def test_further_parts_are_averaged_by_those_of_the_first_and_all_who_lack_are_n
         weight=2.0,
         contributes=True,
         owns=True,
-        keeps_unsaid=False,
+        keeps_unsaid=True,
         patience_s=1.0,
         budget_s=1.0,
         expected=frozenset,
@@ -172,10 +172,3 @@ def test_further_parts_are_averaged_by_those_of_the_first_and_all_who_lack_are_n
     assert first["peers"] is None and (first["target_size"], first["min_size"]) == (3, 3)
     assert key == "key/1" and second["peers"] == ["a", "b", "c"]
     assert (second["target_size"], second["min_size"], second["expected"]) == (None, 1, None)
-
-
-def test_what_is_not_finite_leaves_the_mean_of_the_others_as_it_is() -> None:
-    grid, own, mean = Grid(6, 3, "int8"), torch.tensor([1.0, torch.nan, 0.3, 1.0, 0.123, 0.3]), torch.zeros(6)
-    peer_swarm._keep_unsaid(grid, own, mean)
-    assert torch.equal(mean[:3], torch.zeros(3)) and bool(mean[3:].any())
-    assert torch.equal(mean[3:], grid.unsaid(1, own[3:]))

@@ -41,6 +41,8 @@ class Call:
     budget_s: float = 60.0
     """How long the exchange may take, from Begin on."""
     gather: bytes = b""
+    keeps_unsaid: bool = False
+    """What the codec rounds off of `vector` is added to what goes to `out`; see `Grid.unsaid`."""
 
 
 MISFIT = "would average another number of elements, or in another codec"

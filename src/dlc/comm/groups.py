@@ -30,7 +30,9 @@ from __future__ import annotations
 
 import math
 
+from dlc.comm import vectors
 from dlc.comm.calls import Call, GroupDone, GroupFailed, Outcome
+from dlc.comm.codecbase import all_finite
 from dlc.comm.crowd import NOT_COME, RollCall
 from dlc.comm.effects import Pace
 from dlc.comm.ground import Ground
@@ -75,6 +77,7 @@ class Reduction:
         self._done_again_run = -math.inf
         self._results: dict[int, Intake] = {}
         self._least, self._tally = call.least, tally
+        self._scratch = vectors.empty(self.grid.elems(0)) if call.keeps_unsaid else None
         self._roll = RollCall(ground, begin, self._partners()) if begin.crowd else None
         self._owner = GroupOwner(
             ground,
@@ -177,7 +180,11 @@ class Reduction:
         if not self._sound(parcel, giver):
             return
         start, stop = self.grid.span(chunk)
-        self.grid.coder.decode_result(parcel.payload, stop - start, self.out[start:stop])
+        mean = self.grid.coder.decode_result(parcel.payload, stop - start, self.out[start:stop])
+        if self.call.keeps_unsaid and self.vector is not None:
+            own = self.vector[start:stop]
+            if self.me in parcel.included or all_finite(own):  # what is included was found finite by whoever reduced it
+                mean.add_(self.grid.unsaid(chunk, own, self._scratch))
         self._results_left.discard(chunk)
         self._count(parcel)
         self._look()

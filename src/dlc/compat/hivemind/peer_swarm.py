@@ -11,11 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
-from dlc.comm import vectors
 from dlc.comm.detector import HEARTBEATS_MAX
-from dlc.comm.grid import Grid
 from dlc.comm.ids import Voter
 from dlc.comm.loans import borrow, give_back, lend
 from dlc.comm.mesh import Mesh
@@ -23,7 +19,6 @@ from dlc.comm.service import Members
 from dlc.compat.hivemind.averaging.partition import AllreduceException
 from dlc.compat.hivemind.swarm import VALUES, Notice, Outcome, Parts, Terms
 from dlc.errors import JoinError, RoundTimeout, SwarmClosed, UsageError
-from dlc.flat import finite
 from dlc.handles import Flag
 from dlc.mesh import Group, GroupCall
 from dlc.peer import Peer
@@ -213,13 +208,12 @@ class PeerSwarm:
                     gather=terms.data,
                     contributes=terms.contributes,
                     receives=terms.contributes,
+                    keeps_unsaid=terms.keeps_unsaid,
                     timeout_s=group.matchmaking_s + terms.budget_s,
                 )
                 terms.when_given_up(partial(_cancel, call))
             report = _waited(call)
             if call.mean is not None:
-                if terms.keeps_unsaid and codec != "fp32":
-                    _keep_unsaid(call.grid, vector, call.mean)
                 parts[index] = call.mean, codec
             first = first or report
             if terms.contributes:  # who receives nothing cannot know
@@ -271,15 +265,6 @@ def check_rounds(peer: Peer) -> None:
 def _lives(members: Members, voter: Voter) -> bool:
     """As far as is known; in swarms too large to ping all of them it answered once, and nobody has found it dead."""
     return members.alive(voter) or (len(members.records()) > HEARTBEATS_MAX and members.up(voter))
-
-
-def _keep_unsaid(grid: Grid, own: Tensor, mean: Tensor) -> None:
-    """Add to the mean what the codec rounded off of this peer's vector: nothing where that is not finite."""
-    scratch = vectors.empty(grid.elems(0))
-    for chunk in range(grid.n_chunks):
-        part = slice(*grid.span(chunk))
-        if finite(own[part]):
-            mean[part].add_(grid.unsaid(chunk, own[part], scratch))
 
 
 def _waited(call: GroupCall) -> GroupReport:
