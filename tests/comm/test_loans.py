@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,10 @@ from dlc.comm.calls import Call, GroupDone
 from dlc.comm.grid import Grid
 from dlc.comm.loans import borrow, give_back, lend
 from dlc.sim.meshnet import Host, MeshNet
+
+
+class State(bytearray):
+    """As plain ones, but that weak references may lead to it."""
 
 
 class Borrower:
@@ -56,6 +62,27 @@ def test_a_borrower_waits_no_longer_than_it_said_though_some_comes_all_the_time(
     got, began = Borrower(net, second, "state", first.name, 20_000_000, limit_s=5.0), net.now
     net.until(lambda: bool(got.ends))
     assert got.ends == ["late"] and 5.0 <= net.now - began < 6.0
+
+
+@pytest.mark.parametrize("lent_s", [60.0, 0.0])
+def test_what_has_come_or_failed_is_not_left_to_the_garbage_collector(lent_s: float) -> None:
+    """It is a whole state, which its caller may have read long before."""
+    net = MeshNet()
+    first, second = net.add(2)
+    net.act(first, lambda mesh, now: lend(mesh, "state", bytes(1000), lent_s, now))
+    net.run(1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        out, ends = State(1000), list[str]()
+        net.act(second, lambda mesh, now, out=out: borrow(mesh, "state", first.name, out, 60.0, ends.append, now))
+        net.until(lambda: bool(ends))
+        assert (ends == [""]) == bool(lent_s)
+        left = weakref.ref(out)
+        del out
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_what_is_lent_anew_meanwhile_is_not_mixed_with_what_was_before() -> None:

@@ -19,7 +19,7 @@ from dlc.comm.entries import Part
 from dlc.comm.grid import Grid
 from dlc.comm.ground import Ground
 from dlc.comm.meshmessages import Begin, Key, LeftOut, Parcel
-from dlc.comm.parcels import LATE, Intake, Parcels
+from dlc.comm.parcels import LATE, Intake, Parcels, nobody
 from dlc.comm.reducer import ChunkReducer, Workspace
 
 CONTRIBUTION, RESULT = 0, 1
@@ -45,10 +45,6 @@ def contributors_of(begin: Begin) -> list[int]:
 def owners_of(begin: Begin) -> list[int]:
     """By chunk: the seat that owns it."""
     return [i for i, seat in enumerate(begin.seats) for _ in range(seat.chunks)]
-
-
-def _nobody(told: object) -> None:
-    """Is there any more to be told."""
 
 
 class GroupOwner:
@@ -231,7 +227,7 @@ class GroupOwner:
         for intake in self._contributions.values():
             self._parcels.stop(intake)
         self._contributions.clear()
-        self._never_comes = self._closed = _nobody
+        self._never_comes = self._closed = nobody
         self._to_reduce.clear()
         self._reducers.clear()
         self._vector = None

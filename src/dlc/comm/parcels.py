@@ -51,6 +51,10 @@ WHY_CHARS_MAX = 128
 LATE, DEAD, LEFT, WRONG_SIZE = "late", "dead", "left", "refused: wrong size"
 
 
+def nobody(told: object) -> None:
+    """Is there any more to be told."""
+
+
 class Intake:
     """What is wanted of one holder under one key."""
 
@@ -106,9 +110,11 @@ class Parcels:
         self._ask(intake)
 
     def stop(self, intake: Intake) -> None:
-        """Nothing more is wanted; `failed` is not called."""
+        """Nothing more is wanted; `failed` is not called. What the intake was to tell, and all the memory that this
+        refers to, it forgets: mostly that refers to the intake, too, and would wait for the garbage collector."""
         if self._lasts(intake):
             del self._intakes[intake.key, intake.holder]
+            intake.taken = intake.failed = nobody
 
     def _lasts(self, intake: Intake) -> bool:
         return self._intakes.get((intake.key, intake.holder)) is intake
@@ -233,10 +239,11 @@ class Parcels:
                 self._fail(intake, why)
 
     def _fail(self, intake: Intake, why: str) -> None:
+        failed = intake.failed
         self.stop(intake)
         intake.todo.clear()
         intake.in_flight.clear()
-        intake.failed(why)
+        failed(why)
 
     # ---------------------------------------------------------------- bulk
 
