@@ -110,11 +110,7 @@ class Burst:
 
     def acked(self, now: float, total_bytes: int) -> None:
         """The kernel tells what was acknowledged of all bulk, by a count that only grows."""
-        if self.began is None:
-            return
-        if self._acked.empty:
-            self._acked.begin(now, total_bytes)
-        else:
+        if self.began is not None:
             self._acked.at(now, total_bytes)
 
     def rate_Bps(self, now: float) -> float:
