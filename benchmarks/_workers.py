@@ -93,6 +93,14 @@ class Workers:
         elif item is not None and item.event is not None:
             self._heard[item.name].append(item.event)
 
+    def take(self) -> list[tuple[str, dict[str, Any]]]:
+        """All that has come and nobody has waited for, by worker."""
+        self.pump(0.0)
+        taken = [(name, found) for name, heard in self._heard.items() for found in heard]
+        for heard in self._heard.values():
+            heard.clear()
+        return taken
+
     def any_of(self, names: list[str], event: str, limit_s: float = LIMIT_S) -> tuple[str, dict[str, Any]]:
         """Which of these workers told this first; what they told before it stays."""
         deadline = time.monotonic() + limit_s
