@@ -211,6 +211,16 @@ def test_what_libzmq_reports_in_our_words(link: Tried, event: int, value: int, k
     assert [found.kind for found in link._on_event(event, value, 0.0)] == ([kind] if kind else [])
 
 
+@pytest.mark.parametrize("value", [errno.EAGAIN, errno.EINTR])
+def test_who_takes_connections_and_says_nothing_is_told_as_such_though_this_process_was_suspended(
+    link: Tried, value: int
+) -> None:
+    """ "no handshake: EINTR", it said."""
+    link.advance(0.0)
+    (event,) = link._on_event(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, value, 0.0)
+    assert event.detail == "no handshake: it takes connections, and says nothing"
+
+
 def test_whose_address_gives_no_answer_is_told_from_where_nobody_listens(link: Tried) -> None:
     link.advance(0.0)
     (event,) = link._on_event(zmq.EVENT_CLOSED, 0, CONNECT_TIMEOUT_S - 0.1)

@@ -16,7 +16,7 @@ What libzmq (4.3.5) really emits on a monitor, and what this file makes of it:
 | refused by the other side's ZAP  | CONNECTED, HANDSHAKE_FAILED_AUTH (400)                     | auth_failed      |
 | only one side has a key          | CONNECTED, HANDSHAKE_FAILED_PROTOCOL (mechanism mismatch), | auth_failed      |
 |                                  | or HANDSHAKE_FAILED_NO_DETAIL, by chance                   |                  |
-| it accepts and says nothing      | CONNECTED, HANDSHAKE_FAILED_NO_DETAIL (EAGAIN)             | handshake_failed |
+| it accepts and says nothing      | CONNECTED, HANDSHAKE_FAILED_NO_DETAIL (EAGAIN, EINTR)      | handshake_failed |
 | it speaks something else         | CONNECTED, HANDSHAKE_FAILED_PROTOCOL (anything else)       | handshake_failed |
 
 A peer that dies in the middle of a handshake looks like one with another key, so the caller should believe
@@ -107,6 +107,9 @@ _NOT_LAST = zmq.NOBLOCK | zmq.SNDMORE
 _MECHANISM_MISMATCH = 0x11000002
 """ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH; not named by pyzmq."""
 _CLOSED_BY_PEER = (errno.EPIPE, errno.ECONNRESET, errno.ECONNABORTED)
+_SILENT = (errno.EAGAIN, errno.EINTR)
+"""Of a handshake that takes too long libzmq tells the error that its thread met last: nothing was there to read, or its
+wait for something was interrupted, as where this process was suspended meanwhile."""
 
 
 def set_lane_options(sock: zmq.Socket[Any], lane: Lane) -> None:
@@ -466,7 +469,8 @@ class Link:
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             if value in _CLOSED_BY_PEER:
                 return self._fail("auth_failed", "it closed the connection during the handshake: another run key?", now)
-            said = {**errno.errorcode, errno.EAGAIN: "it takes connections, and says nothing"}.get(value, value)
+            silent = dict.fromkeys(_SILENT, "it takes connections, and says nothing")
+            said = {**errno.errorcode, **silent}.get(value, value)
             return self._fail("handshake_failed", f"no handshake: {said}", now)
         if event == zmq.EVENT_DISCONNECTED:
             if self.up:
