@@ -21,6 +21,7 @@ from dlc.cli.options import parser
 from dlc.cli.places import home
 from dlc.cli.sinks import JsonLines, draws
 from dlc.cli.status import member_table
+from dlc.comm.keytext import HIDDEN
 from dlc.comm.security import generate_run_key, load_run_key
 from dlc.errors import UsageError
 from dlc.monitor.show import Show
@@ -238,6 +239,16 @@ def test_a_file_that_holds_no_key_is_refused(capsys: pytest.CaptureFixture[str],
     wrong.chmod(0o600)
     code, text = fails(capsys, "join", "--key-file", str(wrong), "--device", "cpu")
     assert code == 2 and "does not hold a run key" in text and "secret" not in text
+
+
+@pytest.mark.parametrize(
+    "words", [["join", "--key-file"], ["join", "--key"], ["key"], [], ["status", "--run", "x", "--peers=h:1"]]
+)
+def test_a_run_key_is_never_shown_wherever_it_is_given(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    key = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
+    for given in (key, f"dlc-key-1:{key}"):
+        code, text = fails(capsys, *words, given)
+        assert code == 2 and key not in text and HIDDEN in text and text.count("\n") == 1
 
 
 def test_nobody_at_the_address_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
