@@ -359,7 +359,7 @@ def test_a_timeout_says_whom_an_opening_waits_for(monkeypatch: pytest.MonkeyPatc
             return clock() + (ROUND_S if known is not None and len(known.peers) == 2 else 0.0)
 
         monkeypatch.setattr("dlc.drivercalls.clock", later)
-        with pytest.raises(RoundTimeout, match="cannot open.*let them join as helpers") as error:
+        with pytest.raises(RoundTimeout, match="training cannot begin.*can join as an observer") as error:
             peers[2].open("train", ToyState(8, 0), codec="fp32", chunk_elems=8, timeout_s=ROUND_S)
         assert all(peer.id[:8] in str(error.value) for peer in peers[:2])
         assert peers[2].id[:8] not in str(error.value)
