@@ -7,18 +7,21 @@ import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dlc.compat.hivemind.peer_swarm import RUN as WITHOUT_ROUNDS
 from dlc.compat.opendiloco import DHT, AllReduceStrategy, DiLoCoGradAverager, DiLoCoOptimizer
 from dlc.errors import ConfigError, RoundTimeout, UsageError
 from dlc.handles import Reduction
 from dlc.peer import Peer
+from dlc.runspec import RunSpec
 from dlc.survey import Member
 from tests.swarm import JOIN_S, swarm
 from tests.train.fake_peer import FakePeer, FakePosition
@@ -710,3 +713,61 @@ def test_a_step_of_a_gradient_averager_beside_another_leaves_what_that_one_sends
             control.result(WAIT_S)
         with other.get_tensors() as (grad,):
             assert torch.equal(grad, torch.full((3,), -3.5))
+
+
+def test_what_a_dht_is_given_reaches_its_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An argument that is lost on the way is missed by nobody: there is a default for each."""
+    joined: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    peer = Mock(spec=Peer, id="me", address="127.0.0.1:4600")
+    peer.spec = RunSpec()
+
+    def join(*args: Any, **options: Any) -> Mock:
+        joined.append((args, options))
+        return peer
+
+    monkeypatch.setattr(Peer, "join", join)
+    with DHT(
+        ["/ip4/10.0.0.1/tcp/4600", "10.0.0.2:4600"],
+        start=True,
+        host_maddrs=["/ip4/10.0.0.9/udp/1", "/ip4/10.0.0.9/tcp/7"],
+        announce_maddrs=["/ip4/192.0.2.9/tcp/9"],
+        run_key=b"k" * 32,
+        identity_path=tmp_path,
+        startup_timeout=7.5,
+        probe_links=False,
+        role="observer",
+    ) as dht:
+        dht.run_in_background()
+        assert joined == [
+            (
+                (["10.0.0.1:4600", "10.0.0.2:4600"],),
+                {
+                    "listen": "10.0.0.9:7",
+                    "advertise": "192.0.2.9:9",
+                    "key": b"k" * 32,
+                    "state_dir": tmp_path,
+                    "join_timeout_s": 7.5,
+                    "probe_links": False,
+                    "role": "observer",
+                    "hold": True,
+                },
+            )
+        ]
+        assert peer.take_seat.call_args_list == [call(7.5)] and not peer.leave.called
+    peer.leave.assert_called_once_with()
+
+
+def test_a_dht_that_cannot_take_part_leaves_and_can_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Mock(spec=Peer)
+    peer.spec = RunSpec()
+    peer.take_seat.side_effect = RoundTimeout("no seat")
+    monkeypatch.setattr(Peer, "join", lambda *args, **options: peer)
+    dht = DHT()
+    with pytest.raises(RoundTimeout):
+        dht.run_in_background()
+    assert peer.leave.call_count == 1
+    with pytest.raises(UsageError, match="not started"):
+        _ = dht.peer
+    peer.spec = RunSpec(run=WITHOUT_ROUNDS)
+    with pytest.raises(UsageError, match="no rounds of all"):
+        DHT(start=True)
