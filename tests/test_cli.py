@@ -635,7 +635,9 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard))
         ('[model.config]\nmodel_type = "llama"\nhidden_sze = 3', "'hidden_sze' is no field of a llama model; did you"),
         ('[model.config]\nmodel_type = "t5"', "is no causal language model"),
         ('[model]\nkind = "path"\npath = "/nowhere/model"', "no model folder at /nowhere/model"),
+        ('[model]\nkind = "hub"\nname = "nobody/of-this-name"', "no such model of the Hugging Face hub can be loaded"),
         ('[data]\ntokenizer = "/nowhere/tokenizer"', "there is no tokenizer folder /nowhere/tokenizer"),
+        ('[data]\ntokenizer = "nobody/of-this-name"', "the tokenizer 'nobody/of-this-name' cannot be loaded"),
         ('[data]\nsource = "/nowhere/text"', "/nowhere/text"),
     ],
 )

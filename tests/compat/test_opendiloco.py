@@ -771,3 +771,44 @@ def test_a_dht_that_cannot_take_part_leaves_and_can_be_started_again(monkeypatch
     peer.spec = RunSpec(run=WITHOUT_ROUNDS)
     with pytest.raises(UsageError, match="no rounds of all"):
         DHT(start=True)
+
+
+def test_what_a_gradient_averager_is_given_reaches_its_round() -> None:
+    peer, reduction = Mock(spec=Peer), Mock(spec=Reduction, done=False)
+    peer.all_reduce.return_value = reduction
+    reduction.wait.return_value = SimpleNamespace(contributors=[SimpleNamespace(peer="a"), SimpleNamespace(peer="b")])
+    outer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    averager = DiLoCoGradAverager(
+        [nn.Parameter(torch.zeros(3))], outer, dht=peer, prefix="g", compression="int8", min_matchmaking_time=2.5,
+        allreduce_timeout=7.5,
+    )  # fmt: skip
+    control = averager.step(wait=False)
+    assert not isinstance(control, dict) and control.triggered and not control.done()
+    (grads,), options = peer.all_reduce.call_args
+    assert len(grads) == 1 and torch.equal(grads[0], torch.ones(3))
+    assert options == {"name": "g/gradients", "codec": "int8", "patience_s": 2.5, "async_op": True}
+    reduction.done = True
+    assert control.done() and control.result().keys() == {"a", "b"}
+    control.result(3.0)
+    averager.step(timeout=4.0)
+    scheduled = averager.schedule_step(timeout=5.0)
+    averager.step(scheduled)
+    assert reduction.wait.call_args_list == [call(7.5), call(3.0), call(4.0), call(5.0)]
+    with pytest.raises(KeyError, match="auxiliary"):
+        DiLoCoGradAverager([nn.Parameter(torch.zeros(3))], outer, dht=peer, prefix="g", auxiliary=True)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_mean_that_is_decided_as_its_wait_ends_is_no_time_out(late: bool) -> None:
+    """The gradients are the mean, though the caller was told that they are its own."""
+    peer, reduction = Mock(spec=Peer), Mock(spec=Reduction, done=True)
+    peer.all_reduce.return_value = reduction
+    reduction.cancel.return_value = late
+    reduction.wait.side_effect = [RoundTimeout("late"), SimpleNamespace(contributors=[SimpleNamespace(peer="a")])]
+    outer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    averager = DiLoCoGradAverager([nn.Parameter(torch.zeros(3))], outer, dht=peer, prefix="g")
+    if late:
+        with pytest.raises(RoundTimeout, match="late"):
+            averager.step()
+    else:
+        assert averager.step() == {"a": None}
