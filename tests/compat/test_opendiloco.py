@@ -812,3 +812,30 @@ def test_a_mean_that_is_decided_as_its_wait_ends_is_no_time_out(late: bool) -> N
             averager.step()
     else:
         assert averager.step() == {"a": None}
+
+
+def test_an_outer_state_of_something_else_is_refused_and_nothing_is_changed() -> None:
+    net = model()
+    optimizer = made(net, LonePeer())
+    train(net, optimizer, range(H))
+    held = optimizer.state_averager.optimizer.state_dict()
+    other_lr = copy.deepcopy(held)
+    other_lr["param_groups"][0]["lr"] = 0.1
+    with pytest.raises(UsageError, match="the swarm's by now"):
+        optimizer.state_averager.optimizer.load_state_dict(other_lr)
+    other_model = made(nn.Linear(4, 2), LonePeer())
+    with pytest.raises(UsageError, match="it is of another model"):
+        other_model.state_averager.optimizer.load_state_dict(held)
+    assert other_model.state_averager.optimizer.param_groups[0]["lr"] == 0.7 and other_model.local_epoch == 0
+
+
+def test_the_state_of_an_outer_adam_counts_its_steps_and_belongs_to_its_run() -> None:
+    net, adam = model(), partial(torch.optim.Adam, lr=0.1, betas=(0.8, 0.9), eps=0.25)
+    optimizer = made(net, LonePeer(), outer_optimizer=adam)
+    train(net, optimizer, range(2 * H))
+    held = optimizer.state_averager.optimizer.state_dict()
+    assert [state["step"].item() for state in held["state"].values()] == [2.0] * 4
+    assert held["param_groups"][0]["betas"] == (0.8, 0.9) and held["param_groups"][0]["eps"] == 0.25
+    again = made(model(), LonePeer(), outer_optimizer=adam)
+    with pytest.raises(UsageError, match="belongs to its run"):
+        again.state_averager.optimizer.load_state_dict(held)
