@@ -6,6 +6,7 @@ import copy
 import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dlc.comm.codecs import get_codec
 from dlc.compat.hivemind.peer_swarm import RUN as WITHOUT_ROUNDS
 from dlc.compat.opendiloco import DHT, AllReduceStrategy, DiLoCoGradAverager, DiLoCoOptimizer
+from dlc.compat.opendiloco.strategy import CODECS, codec_of
+from dlc.compat.opendiloco.tracker import DiloCoProgressTracker, Own
 from dlc.errors import ConfigError, RoundTimeout, UsageError
 from dlc.handles import Reduction
 from dlc.peer import Peer
@@ -431,6 +435,8 @@ def heavy_ball(params: Any) -> torch.optim.Optimizer:
         ({"scheduler": 3}, TypeError, "scheduler"),
         ({"outer_optimizer": heavy_ball}, UsageError, "nesterov=True"),
         ({"outer_optimizer": partial(NESTEROV, weight_decay=0.1)}, UsageError, "weight_decay=0.1"),
+        ({"outer_optimizer": partial(NESTEROV, maximize=True)}, UsageError, "maximize=True"),
+        ({"outer_optimizer": partial(torch.optim.Adam, amsgrad=True)}, UsageError, "amsgrad=True"),
         ({"grad_compression": object()}, UsageError, "fp16"),
         ({"grad_compression": "zz"}, ConfigError, "unknown codec"),
         ({"dht": "127.0.0.1:4600"}, UsageError, "dlc.Peer"),
@@ -839,3 +845,51 @@ def test_the_state_of_an_outer_adam_counts_its_steps_and_belongs_to_its_run() ->
     again = made(model(), LonePeer(), outer_optimizer=adam)
     with pytest.raises(UsageError, match="belongs to its run"):
         again.state_averager.optimizer.load_state_dict(held)
+
+
+def test_the_tracker_times_inner_steps_without_their_rounds_and_tells_now_and_then() -> None:
+    peer, now, own = LonePeer(), 0.0, Own(0, 0, 0)
+    tracker = DiloCoProgressTracker(peer, "run", 5, 4, lambda: own, clock=lambda: now)
+    tracker.stepped(0.0)
+    now, own = 10.0, Own(0, 1, 5)
+    tracker.stepped(8.0)
+    now = 10.5
+    tracker.stepped(0.0)
+    assert [(said["speed"], said["eta_s"]) for said in peer.said] == [(0.0, None), (2.5, 3 * 2.0)]
+    assert peer.said[-1]["status"] == {"opendiloco": ["run", 0, 5]}
+    assert tracker.local_progress.samples_per_second == pytest.approx(5 / (0.9 * 2.0 + 0.1 * 0.5))
+
+
+def test_the_tracker_counts_those_of_the_furthest_epoch_and_waits_for_the_slowest_of_them() -> None:
+    peer = LonePeer()
+    peer.known = [
+        member("slow", speed=1.0, said=["run", 1, 10]),
+        member("quick", speed=5.0, said=["run", 1, 15]),
+        member("behind", speed=0.1, said=["run", 0, 0]),
+        replace(member("left", said=["run", 9, 0]), left=True),
+    ]
+    seen = DiloCoProgressTracker(peer, "run", 5, 4, lambda: Own(1, 2, 10)).global_progress
+    assert (seen.num_peers, seen.epoch, seen.samples_accumulated) == (4, 1, 10 + 10 + 15)
+    assert seen.eta_next_epoch - seen.next_fetch_time == pytest.approx((20 - 10) / 1.0)
+
+
+@pytest.mark.parametrize(("name", "codec"), CODECS.items())
+def test_a_compression_of_hivemind_is_the_codec_that_comes_next(name: str, codec: str) -> None:
+    bits = {"NoCompression": 32, "Float16Compression": 16, "ScaledFloat16Compression": 16}
+    assert codec_of(type(name, (), {})()) == codec
+    assert get_codec(codec).wire_bytes(1 << 16) < (1 << 16) * bits.get(name, 8) / 8 * 1.1 and codec != "topk"
+
+
+def test_after_the_shutdown_steps_are_the_inner_optimizers_alone() -> None:
+    net, peer = model(), LonePeer()
+    optimizer = made(net, peer)
+    train(net, optimizer, range(2))
+    optimizer.load_state_from_peers()
+    assert optimizer.tracker.local_progress.samples_accumulated == 0, "they are dropped"
+    optimizer.shutdown()
+    twin = copy.deepcopy(net)
+    inner = ADAMW(twin.parameters())
+    inner.load_state_dict(copy.deepcopy(optimizer.inner_optimizer.state_dict()))
+    train(net, optimizer, range(2, 2 + 2 * H))
+    train(twin, inner, range(2, 2 + 2 * H))
+    assert not peer.vectors and torch.equal(flat(net), flat(twin)) and optimizer.local_epoch == 0
