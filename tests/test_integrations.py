@@ -15,6 +15,7 @@ import dlc
 from dlc.comm.straggler import NEVER_S
 from dlc.errors import SwarmClosed, UsageError
 from dlc.flat import FlatView
+from dlc.integrations import saved as beside
 from tests.train.fake_peer import FakePeer
 
 SUM = dlc.OuterSpec(lr=1.0, momentum=0.0)
@@ -750,3 +751,23 @@ def test_a_step_that_a_scaler_skips_does_not_count(fused: bool) -> None:
         scaler.step(inner)
         scaler.update()
         assert opt.inner_step == counted and not peer.weights
+
+
+def test_what_is_written_beside_a_checkpoint_is_read_back_whole(tmp_path: Path) -> None:
+    """What is lost of it is missed by nobody: there is a default for each."""
+    net = Net()
+    outer = {"t": 2, "log": torch.arange(5, dtype=torch.uint8), "image": torch.arange(9, dtype=torch.uint8)}
+    vectors = {name: torch.rand(4) for name in ("residual", "local", "start")}
+    counts = {"t": 3, "inner_step": 5, "steps": 4, "offered": 1, "held": [1, 2], "share": 0.25}
+    beside.write(tmp_path, {"outer": outer, **vectors, **counts}, net)
+    found = beside.read(tmp_path, net)
+    assert found is not None and found.keys() == {"inner", "outer", *vectors, *counts} and found["inner"] is None
+    assert {name: found[name] for name in counts} == counts and found["outer"]["t"] == 2
+    for name, vector in (*vectors.items(), *((name, outer[name]) for name in ("log", "image"))):
+        assert torch.equal(found[name] if name in vectors else found["outer"][name], vector)
+    beside.write(tmp_path, {"outer": outer, **dict.fromkeys(vectors), **counts}, net)
+    found = beside.read(tmp_path, net)
+    assert found is not None and all(found[name] is None for name in vectors)
+    with torch.no_grad():
+        next(net.parameters()).add_(1.0)
+    assert beside.read(tmp_path, net) is None, "it is of another model"
