@@ -771,3 +771,16 @@ def test_what_is_written_beside_a_checkpoint_is_read_back_whole(tmp_path: Path) 
     with torch.no_grad():
         next(net.parameters()).add_(1.0)
     assert beside.read(tmp_path, net) is None, "it is of another model"
+
+
+def test_whether_a_run_has_begun_is_asked_of_its_own_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another one a run that goes on would begin anew, or the other way round."""
+    asked: list[tuple[str, float | None]] = []
+
+    def rounds_made(peer: FakePeer, channel: str, timeout_s: float | None) -> int:
+        asked.append((channel, timeout_s))
+        return len(asked) - 1
+
+    monkeypatch.setattr(beside, "rounds_made", rounds_made)
+    assert not beside._begun(FakePeer(), {"channel": "mine", "timeout_s": 7.0}) and beside._begun(FakePeer(), {})
+    assert asked == [("mine", 7.0), (inspect.signature(dlc.DiLoCo).parameters["channel"].default, None)]
