@@ -139,6 +139,8 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--profile", "traces:-1"], "'traces:-1' is no DIR:STEPS"),
         (["join", "--profile", ":3"], "':3' is no DIR:STEPS"),
         (["join", "--wandb", ""], "it is empty"),
+        (["join", "--profile", __file__], "test_cli.py is a file: name a folder"),
+        (["demo", "--n-peers", "three"], "'three' is no whole number"),
         (["join", "--resume", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["join", "--join-timeout", "0"], "above 0"),
         (["join", "--join-timeout", "soon"], "'soon' is no number"),

@@ -135,6 +135,8 @@ def _make(folder: Path, option: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileExistsError:
+        raise UsageError(f"{option} {folder} is a file: name a folder") from None
     except OSError as error:
         raise UsageError(f"{option} {folder} cannot be written: {error.strerror or error}") from None
 
