@@ -257,6 +257,7 @@ def test_steps_that_no_round_has_where_a_best_model_was_loaded_are_told(
     one.train()
     assert not peer.weights and one.state.best_model_checkpoint is not None
     assert f"the last {one.state.global_step} steps are in no round" in caplog.text
+    assert peer.said[-1] == {"eta_s": NEVER_S}, "no round waits for it any more"
 
 
 def run_of(checkpoint: Path | None, state_dir: Path) -> dlc.Peer:
