@@ -1465,3 +1465,24 @@ def test_who_waits_is_told_of_the_end_also_where_the_sockets_fail_to_close(monke
         peers[0]._driver.stop(ROUND_S)
         with pytest.raises(SwarmClosed):
             waits.wait(ROUND_S)
+
+
+@pytest.mark.parametrize(("strategy", "probes"), [("diloco", True), ("parameter-server", False)])
+def test_what_a_peer_is_joined_with_reaches_its_node(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, probes: bool
+) -> None:
+    """An argument that is lost on the way is missed by nobody: there is a default for each."""
+    made, make = list[NodeConfig](), NodeConfig
+
+    def keep(*args: Any, **options: Any) -> NodeConfig:
+        made.append(make(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(peer_module, "NodeConfig", keep)
+    spec = RunSpec(strategy=strategy, timeouts=TimeoutsSpec(evict_s=90.0))
+    for options in ({"history_bytes": 123, "probe_links": False, "timeouts": QUICK}, {}):
+        Peer.join(spec=spec, hold=True, **options).leave()  # type: ignore[arg-type]
+    given, usual = made
+    assert (given.history_bytes_max, given.probe_links, given.timeouts) == (123, False, QUICK)
+    assert (usual.probe_links, usual.timeouts) == (probes, spec.timeouts.floors())
+    assert usual.log == (strategy == "diloco") and usual.founder
