@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -785,3 +786,28 @@ def test_whether_a_run_has_begun_is_asked_of_its_own_channel(monkeypatch: pytest
     monkeypatch.setattr(beside, "rounds_made", rounds_made)
     assert not beside._begun(FakePeer(), {"channel": "mine", "timeout_s": 7.0}) and beside._begun(FakePeer(), {})
     assert asked == [("mine", 7.0), (inspect.signature(dlc.DiLoCo).parameters["channel"].default, None)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "over"),
+    [
+        ({}, False),
+        ({"should_stop": True}, True),
+        ({"should_stop": True, "min_steps": 5}, True),
+        ({"should_stop": True, "min_steps": 6}, False),
+        ({"should_stop": True, "min_epochs": 2}, False),
+        ({"max_steps": 5}, True),
+        ({"max_steps": 6}, False),
+        ({"max_epochs": 1}, True),
+        ({"max_epochs": 1, "done": False}, False),
+    ],
+)
+def test_the_training_of_lightning_is_over_where_no_step_comes_any_more(changed: dict[str, Any], over: bool) -> None:
+    """Or else the steps that come are no part of any round."""
+    pytest.importorskip("lightning")
+    from dlc.integrations.lightning import _is_over
+
+    usual = {"current_epoch": 0, "global_step": 5, "max_steps": -1, "max_epochs": -1, "should_stop": False}
+    given = {**usual, "min_epochs": 1, "min_steps": None, "done": True, **changed}
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(done=given["done"]))
+    assert _is_over(SimpleNamespace(fit_loop=loop, **given)) is over

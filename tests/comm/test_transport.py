@@ -795,6 +795,17 @@ def test_where_only_small_packets_pass_it_is_said_and_what_helps(
     assert b.bulk_address in caplog.text and "mtu 1280" in caplog.text
 
 
+def test_all_connections_to_one_host_are_mended(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = node("a"), node("b")
+    a.transport.open_bulk(b.bulk_address)
+    a.transport._widen(b.bulk_address, 4)
+    many, renewed = a.transport._bundles[b.bulk_address].links, []
+    for link in many:
+        monkeypatch.setattr(link, "renew", lambda now, link=link: renewed.append(link) or [])
+    a.transport.mend_bulk()
+    assert len(many) == 4 and renewed == many
+
+
 @pytest.mark.skipif(not tcp.AVAILABLE, reason="/proc/self/fd and TCP_USER_TIMEOUT are Linux's")
 def test_both_ends_of_a_connection_give_up_what_gets_no_answer(
     node: Callable[..., Node],
