@@ -21,6 +21,7 @@ from dlc.cli.options import parser
 from dlc.cli.places import home
 from dlc.cli.sinks import JsonLines, draws
 from dlc.cli.status import member_table
+from dlc.comm.keytext import HIDDEN
 from dlc.comm.security import generate_run_key, load_run_key
 from dlc.errors import UsageError
 from dlc.monitor.show import Show
@@ -138,6 +139,8 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--profile", "traces:-1"], "'traces:-1' is no DIR:STEPS"),
         (["join", "--profile", ":3"], "':3' is no DIR:STEPS"),
         (["join", "--wandb", ""], "it is empty"),
+        (["join", "--profile", __file__], "test_cli.py is a file: name a folder"),
+        (["demo", "--n-peers", "three"], "'three' is no whole number"),
         (["join", "--resume", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["join", "--join-timeout", "0"], "above 0"),
         (["join", "--join-timeout", "soon"], "'soon' is no number"),
@@ -238,6 +241,16 @@ def test_a_file_that_holds_no_key_is_refused(capsys: pytest.CaptureFixture[str],
     wrong.chmod(0o600)
     code, text = fails(capsys, "join", "--key-file", str(wrong), "--device", "cpu")
     assert code == 2 and "does not hold a run key" in text and "secret" not in text
+
+
+@pytest.mark.parametrize(
+    "words", [["join", "--key-file"], ["join", "--key"], ["key"], [], ["status", "--run", "x", "--peers=h:1"]]
+)
+def test_a_run_key_is_never_shown_wherever_it_is_given(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    key = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
+    for given in (key, f"dlc-key-1:{key}"):
+        code, text = fails(capsys, *words, given)
+        assert code == 2 and key not in text and HIDDEN in text and text.count("\n") == 1
 
 
 def test_nobody_at_the_address_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
@@ -624,7 +637,9 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard))
         ('[model.config]\nmodel_type = "llama"\nhidden_sze = 3', "'hidden_sze' is no field of a llama model; did you"),
         ('[model.config]\nmodel_type = "t5"', "is no causal language model"),
         ('[model]\nkind = "path"\npath = "/nowhere/model"', "no model folder at /nowhere/model"),
+        ('[model]\nkind = "hub"\nname = "nobody/of-this-name"', "no such model of the Hugging Face hub can be loaded"),
         ('[data]\ntokenizer = "/nowhere/tokenizer"', "there is no tokenizer folder /nowhere/tokenizer"),
+        ('[data]\ntokenizer = "nobody/of-this-name"', "the tokenizer 'nobody/of-this-name' cannot be loaded"),
         ('[data]\nsource = "/nowhere/text"', "/nowhere/text"),
     ],
 )

@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from dlc.handles import Announced
 from dlc.mesh import Group
 from dlc.moshpit import Moshpit
 from dlc.peer import MemberChange, Peer
-from dlc.report import RoundReport
+from dlc.report import Missing, RoundReport, Share
 from dlc.watching import MemberWatch
 from tests.helpers import wait_until
 from tests.swarm import JOIN_S, PATIENT, QUICK, ROUND_S, swarm, together
@@ -502,3 +504,13 @@ def test_a_ready_that_was_interrupted_can_be_called_again(monkeypatch: pytest.Mo
     announced.ready()
     assert announced.given and announced.filling.complete
     assert announced.out.eq(torch.arange(9)).all()
+
+
+def test_a_state_of_which_only_a_part_came_is_not_taken() -> None:
+    state, peer = {"a": torch.zeros(3)}, Mock()
+    peer.voter.peer = "me"
+    missing = (Missing("the source", "late", 0.5),)
+    peer._waited_for.return_value = SimpleNamespace(contributors=(Share("the source", 1.0, 0.5),), missing=missing)
+    with pytest.raises(RoundTimeout, match=r"only 50\.0% of the state of the sour came \(late\); nothing was changed"):
+        collectives.Collectives.broadcast_state(peer, state, "the source")
+    assert not state["a"].any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import dlc
 from dlc.comm.straggler import NEVER_S
 from dlc.errors import SwarmClosed, UsageError
 from dlc.flat import FlatView
+from dlc.integrations import saved as beside
 from tests.train.fake_peer import FakePeer
 
 SUM = dlc.OuterSpec(lr=1.0, momentum=0.0)
@@ -256,6 +258,7 @@ def test_steps_that_no_round_has_where_a_best_model_was_loaded_are_told(
     one.train()
     assert not peer.weights and one.state.best_model_checkpoint is not None
     assert f"the last {one.state.global_step} steps are in no round" in caplog.text
+    assert peer.said[-1] == {"eta_s": NEVER_S}, "no round waits for it any more"
 
 
 def run_of(checkpoint: Path | None, state_dir: Path) -> dlc.Peer:
@@ -750,3 +753,61 @@ def test_a_step_that_a_scaler_skips_does_not_count(fused: bool) -> None:
         scaler.step(inner)
         scaler.update()
         assert opt.inner_step == counted and not peer.weights
+
+
+def test_what_is_written_beside_a_checkpoint_is_read_back_whole(tmp_path: Path) -> None:
+    """What is lost of it is missed by nobody: there is a default for each."""
+    net = Net()
+    outer = {"t": 2, "log": torch.arange(5, dtype=torch.uint8), "image": torch.arange(9, dtype=torch.uint8)}
+    vectors = {name: torch.rand(4) for name in ("residual", "local", "start")}
+    counts = {"t": 3, "inner_step": 5, "steps": 4, "offered": 1, "held": [1, 2], "share": 0.25}
+    beside.write(tmp_path, {"outer": outer, **vectors, **counts}, net)
+    found = beside.read(tmp_path, net)
+    assert found is not None and found.keys() == {"inner", "outer", *vectors, *counts} and found["inner"] is None
+    assert {name: found[name] for name in counts} == counts and found["outer"]["t"] == 2
+    for name, vector in (*vectors.items(), *((name, outer[name]) for name in ("log", "image"))):
+        assert torch.equal(found[name] if name in vectors else found["outer"][name], vector)
+    beside.write(tmp_path, {"outer": outer, **dict.fromkeys(vectors), **counts}, net)
+    found = beside.read(tmp_path, net)
+    assert found is not None and all(found[name] is None for name in vectors)
+    with torch.no_grad():
+        next(net.parameters()).add_(1.0)
+    assert beside.read(tmp_path, net) is None, "it is of another model"
+
+
+def test_whether_a_run_has_begun_is_asked_of_its_own_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another one a run that goes on would begin anew, or the other way round."""
+    asked: list[tuple[str, float | None]] = []
+
+    def rounds_made(peer: FakePeer, channel: str, timeout_s: float | None) -> int:
+        asked.append((channel, timeout_s))
+        return len(asked) - 1
+
+    monkeypatch.setattr(beside, "rounds_made", rounds_made)
+    assert not beside._begun(FakePeer(), {"channel": "mine", "timeout_s": 7.0}) and beside._begun(FakePeer(), {})
+    assert asked == [("mine", 7.0), (inspect.signature(dlc.DiLoCo).parameters["channel"].default, None)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "over"),
+    [
+        ({}, False),
+        ({"should_stop": True}, True),
+        ({"should_stop": True, "min_steps": 5}, True),
+        ({"should_stop": True, "min_steps": 6}, False),
+        ({"should_stop": True, "min_epochs": 2}, False),
+        ({"max_steps": 5}, True),
+        ({"max_steps": 6}, False),
+        ({"max_epochs": 1}, True),
+        ({"max_epochs": 1, "done": False}, False),
+    ],
+)
+def test_the_training_of_lightning_is_over_where_no_step_comes_any_more(changed: dict[str, Any], over: bool) -> None:
+    """Or else the steps that come are no part of any round."""
+    pytest.importorskip("lightning")
+    from dlc.integrations.lightning import _is_over
+
+    usual = {"current_epoch": 0, "global_step": 5, "max_steps": -1, "max_epochs": -1, "should_stop": False}
+    given = {**usual, "min_epochs": 1, "min_steps": None, "done": True, **changed}
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(done=given["done"]))
+    assert _is_over(SimpleNamespace(fit_loop=loop, **given)) is over

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import queue
 import threading
@@ -289,6 +290,29 @@ def test_who_only_looks_on_keeps_no_helper_in_a_run_that_is_over() -> None:
             assert not ended.is_set()
         wait_until(ended.is_set, ENDS_S)
         helps.result()
+
+
+def test_a_helper_that_is_stopped_says_what_it_has_served(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its log just ended."""
+    caplog.set_level("INFO", logger="dlc")
+    spec, stop = RunSpec(strategy="parameter-server", outer=PLAIN), threading.Event()
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+        helper = stack.enter_context(dlc.Peer.join(spec=spec, role="helper"))
+        trainer = stack.enter_context(dlc.Peer.join([helper.address], join_timeout_s=JOIN_S))
+        stack.callback(stop.set)
+        helps = pool.submit(help_out, helper, queue.SimpleQueue(), stop, True, lambda take: None)
+        client = dlc.ServerClient(trainer, torch.zeros(1 << 20), spec=spec.server)
+        client.exchange(timeout_s=DEADLINE_S)
+        wait_until(lambda: "owner of 16 spans" in caplog.text, DEADLINE_S)
+        assert client.exchange(torch.ones(1 << 20), timeout_s=DEADLINE_S).step == 1
+        stop.set()
+        helps.result(DEADLINE_S)
+    (last,) = [record.message for record in caplog.records if record.message.startswith("left the run")]
+    assert "; round 1, 1 of them served here; owner of 16 spans, standby of 0; sent 8.4 MB, received 6.3 MB" in last
+    end = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (end["event"], end["t"], end["rounds"], end["bytes_received"]) == ("end", 1, 1, (6 << 20) + 128)
 
 
 def test_a_helper_of_a_run_with_another_strategy_is_told_so(tmp_path: Path) -> None:

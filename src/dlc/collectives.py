@@ -18,7 +18,7 @@ from dlc.arguments import instance, number, seconds
 from dlc.channels import Channels
 from dlc.comm import vectors
 from dlc.comm.clock import clock
-from dlc.comm.codecs import get_codec
+from dlc.comm.codecs import DENSE, get_codec
 from dlc.comm.driver import Driver
 from dlc.comm.encoded import Encoded, part_elems
 from dlc.comm.grid import Grid, usual_chunk_elems
@@ -40,7 +40,7 @@ BARRIER_SHARE = 0.75
 
 def refuse_sparse(codec: str) -> None:
     """Raises UsageError for a codec that only works where its residual is kept from call to call."""
-    if get_codec(codec).sparse:
+    if get_codec(codec, DENSE).sparse:
         raise UsageError(
             f"{codec!r} sends a few elements and leaves the others for the next round, of which this call knows "
             "nothing: use it with DiLoCo, or take another codec"

@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 
 from dlc.cli.interrupt import asked_to_stop
-from dlc.cli.options import path
+from dlc.cli.options import count, path
 from dlc.errors import DlcError, UsageError
 from dlc.monitor.children import WAIT_S, Children
 from dlc.monitor.feed import Feed, Item
@@ -64,10 +64,14 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALL
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `dlc demo`."""
     n_help = f"peers at the start, {PEERS_MIN} to {PEERS_MAX} (default 3)"
-    parser.add_argument("--n-peers", type=int, default=3, metavar="N", help=n_help)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="R", help=f"outer rounds (default {ROUNDS})")
+    parser.add_argument("--n-peers", type=count, default=3, metavar="N", help=n_help)
+    parser.add_argument("--rounds", type=count, default=ROUNDS, metavar="R", help=f"outer rounds (default {ROUNDS})")
     parser.add_argument(
-        "--sync-every", type=int, default=SYNC_EVERY, metavar="H", help=f"inner steps per round (default {SYNC_EVERY})"
+        "--sync-every",
+        type=count,
+        default=SYNC_EVERY,
+        metavar="H",
+        help=f"inner steps per round (default {SYNC_EVERY})",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default 0)")
     parser.add_argument(

@@ -147,6 +147,10 @@ class ParameterServer:
         """Newest round of any span that this helper holds; 0 where it holds none."""
         return self._served.ask(lambda server, now: server.step)
 
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received: pushes, parameters, and what keeps a standby in step."""
+        return self._served.ask(lambda server, now: (server.shelf.sent_bytes, server.fetches.received_bytes))
+
     def close(self) -> None:
         """Serve no longer. The others see that when the peer leaves: do that next. Once more changes nothing."""
         self._served.unlisten(self._heard)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 STRATEGIES = ("diloco", "data-parallel", "gossip", "moshpit", "parameter-server")
 WITHOUT_LOG = ("gossip", "moshpit", "parameter-server")
 """Strategies whose peers take part without the replicated log."""
+OWN_MODELS = ("gossip", "moshpit")
+"""Strategies whose peers have models of their own, and give them to newcomers."""
 WITHOUT_RATES = ("parameter-server",)
 """Strategies that have no use for what links carry: it is not measured before they begin."""
 GRAPHS = ("ring", "exponential", "random-pairs")
@@ -153,7 +155,7 @@ def check_strategy(spec: RunSpec, plain_outer: Any) -> None:
     which = f'strategy is "{name}", which '
     leased = name not in WITHOUT_LOG
     options.check_used(spec.data, "data.", ("lease_blocks",), leased, which + "leases no data")
-    chunked = name not in ("gossip", "moshpit")
+    chunked = name not in OWN_MODELS
     options.check_used(spec, "", ("chunk_elems",), chunked, which + "cuts vectors by their length")
     if name == "diloco":
         return
@@ -166,7 +168,7 @@ def check_strategy(spec: RunSpec, plain_outer: Any) -> None:
     )
     if name == "data-parallel":
         _check_data_parallel(spec)
-    elif name in ("gossip", "moshpit"):
+    elif name in OWN_MODELS:
         _check_averaging(spec)
 
 

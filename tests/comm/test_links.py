@@ -366,6 +366,18 @@ def test_connections_that_carried_such_messages_before_they_stalled_are_not_coun
     assert lives(n_bytes, n_bytes) == 1
 
 
+def test_a_connection_that_carries_much_ends_the_count_of_stalls(link: Tried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though something is on its way all the time: packets of full size pass."""
+    link.advance(0.0)
+    link._on_event(zmq.EVENT_HANDSHAKE_SUCCEEDED, 0, 1.0)
+    link._tcp, link.stalls = cast(Any, Takes()), 2
+    for acked, stalls in ((RENEW_BYTES_MIN - 1, 2), (RENEW_BYTES_MIN, 0)):
+        sample = tcp.TcpSample(acked, 0.1, 0.1, 1e6, False, 1.0, 0, queued_bytes=9)
+        monkeypatch.setattr(tcp, "sample", lambda sock, sample=sample: sample)
+        link.tcp_sample()
+        assert link.stalls == stalls
+
+
 def test_that_a_connection_broke_is_known_until_somebody_looks(link: Tried) -> None:
     """Whatever is tried meanwhile: what it was given last may be lost, and has to go once more."""
     link.advance(0.0)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zmq
 from zmq.utils import z85
 
+from dlc.comm.keytext import HIDDEN, without_keys
 from dlc.comm.security import ZAP_DOMAIN, ZAP_ENDPOINT, LinkSecurity, ZapHandler, generate_run_key, load_run_key
 from dlc.errors import KeyFileError
 
 KEY = bytes(range(32))
+KEY_TEXT = "dlc-key-1:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
 
 
 def test_a_key_is_read_from_text_file_or_bytes(tmp_path: Path) -> None:
@@ -48,6 +51,30 @@ def test_a_missing_or_unreadable_file_says_what_to_do(tmp_path: Path) -> None:
         load_run_key(tmp_path / "none")
     with pytest.raises(KeyFileError, match="cannot be read"):
         load_run_key(tmp_path)
+
+
+@pytest.mark.parametrize("spoilt", [lambda k: k, lambda k: k.removeprefix("dlc-key-1:"), lambda k: k[4:-9], str.upper])
+def test_a_key_that_is_given_for_a_file_is_not_shown(spoilt: Callable[[str], str], tmp_path: Path) -> None:
+    """A key without its prefix was taken for a name, and printed with advice on how to make that file."""
+    given = spoilt(KEY_TEXT)
+    with pytest.raises(KeyFileError, match="neither the path of a run key file nor a run key") as error:
+        load_run_key(Path(given))
+    assert given not in str(error.value) and "`dlc key`" in str(error.value)
+    assert without_keys(f"unrecognized arguments: --key {given}") == f"unrecognized arguments: --key {HIDDEN}"
+
+
+@pytest.mark.parametrize(
+    "name", ["run.key", "keys/ofMyRunWithALongNameOfItsOwn", "a-run-with-a-long-name-of-its-own.key"]
+)
+def test_the_name_of_a_file_that_is_not_there_is_told(name: str) -> None:
+    with pytest.raises(KeyFileError, match=f"there is no run key file {name}"):
+        load_run_key(name)
+    assert without_keys(name) == name
+
+
+def test_a_name_that_no_file_can_have_is_no_riddle() -> None:
+    with pytest.raises(KeyFileError, match="cannot be read"):
+        load_run_key("a\0b")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")

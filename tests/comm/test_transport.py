@@ -795,6 +795,17 @@ def test_where_only_small_packets_pass_it_is_said_and_what_helps(
     assert b.bulk_address in caplog.text and "mtu 1280" in caplog.text
 
 
+def test_all_connections_to_one_host_are_mended(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = node("a"), node("b")
+    a.transport.open_bulk(b.bulk_address)
+    a.transport._widen(b.bulk_address, 4)
+    many, renewed = a.transport._bundles[b.bulk_address].links, []
+    for link in many:
+        monkeypatch.setattr(link, "renew", lambda now, link=link: renewed.append(link) or [])
+    a.transport.mend_bulk()
+    assert len(many) == 4 and renewed == many
+
+
 @pytest.mark.skipif(not tcp.AVAILABLE, reason="/proc/self/fd and TCP_USER_TIMEOUT are Linux's")
 def test_both_ends_of_a_connection_give_up_what_gets_no_answer(
     node: Callable[..., Node],
@@ -804,7 +815,8 @@ def test_both_ends_of_a_connection_give_up_what_gets_no_answer(
     a.transport.open_bulk(b.bulk_address)
     pump(lambda: b.messages() and a.transport.send_bulk(b.bulk_address, [b"x"]), a, b)
     ports, told_s = (b.transport.control_port, b.transport.bulk_port), dict[tuple[int, str], int]()
-    idle_s = list[int]()
+    alive = dict[tuple[int, str], tuple[int, ...]]()
+    options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     with contextlib.closing(tcp.Spare()) as spare:
         for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
             with spare.duplicate(fd) as sock:
@@ -812,7 +824,14 @@ def test_both_ends_of_a_connection_give_up_what_gets_no_answer(
                 for end, port in ends.items():
                     if sock is not None and port in ports:
                         told_s[port, end] = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) // 1000
-                        idle_s.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE))
-    silent_s = zip(ports, (CONTROL_KEEPALIVE.silent_s, BULK_KEEPALIVE.silent_s), strict=True)
-    assert told_s == {(port, end): seconds for port, seconds in silent_s for end in "ab"}
-    assert max(idle_s) < 30, "some routers forget a connection that rests for so long"
+                        probes = [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+                        alive[port, end] = (sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *probes)
+    lanes_of = dict(zip(ports, (CONTROL_KEEPALIVE, BULK_KEEPALIVE), strict=True))
+    ends = [(port, end) for port in ports for end in "ab"]
+    assert told_s == {(port, end): lanes_of[port].silent_s for port, end in ends}
+    assert alive == {
+        (port, end): (1, of.idle_s, of.interval_s, of.count) for port, end in ends for of in (lanes_of[port],)
+    }
+    assert max(of.idle_s for of in lanes_of.values()) < 30, "some routers forget a connection that rests for so long"
+    assert CONTROL_KEEPALIVE.silent_s < 15, "a cut is known soon"
+    assert BULK_KEEPALIVE.silent_s > 45, "who computes at length takes no chunks meanwhile"

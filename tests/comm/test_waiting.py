@@ -148,7 +148,7 @@ def test_an_ordinary_start_tells_nothing_of_the_kind() -> None:
 
 # ------------------------------------------------------------------ a channel that does not open
 
-CANNOT_OPEN = f"channel {TRAIN!r} cannot open"
+CANNOT_OPEN = f"training cannot begin (channel {TRAIN!r})"
 
 
 def test_a_trainer_opens_a_channel_beside_helpers_that_have_no_use_for_it() -> None:
@@ -174,7 +174,8 @@ def test_a_channel_that_most_voters_do_not_open_is_told_with_their_names_until_t
     assert votes(wisher) and not wisher.node.log.is_open(TRAIN)
     ((at, first), (_, later), *_) = world.said(wisher, CANNOT_OPEN)
     assert OPENING_S <= at <= OPENING_S + 5.0 and set(first.peers) == {"p0", "p1"}
-    assert "helpers" in first.advice and later.waited_s == AGAIN_S
+    assert first.reason.endswith("half of the peers with a vote or more are not ready") and later.waited_s == AGAIN_S
+    assert "build their model or read their data" in first.advice and "observer" in first.advice
     assert not world.said(world["p0"], CANNOT_OPEN), "it wishes nothing"
     world.bare.discard(("p0", TRAIN))
     world._attach(world["p0"], TRAIN, None)

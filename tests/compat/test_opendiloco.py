@@ -6,19 +6,26 @@ import copy
 import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dlc.comm.codecs import get_codec
+from dlc.compat.hivemind.peer_swarm import RUN as WITHOUT_ROUNDS
 from dlc.compat.opendiloco import DHT, AllReduceStrategy, DiLoCoGradAverager, DiLoCoOptimizer
+from dlc.compat.opendiloco.strategy import CODECS, codec_of
+from dlc.compat.opendiloco.tracker import DiloCoProgressTracker, Own
 from dlc.errors import ConfigError, RoundTimeout, UsageError
 from dlc.handles import Reduction
 from dlc.peer import Peer
+from dlc.runspec import RunSpec
 from dlc.survey import Member
 from tests.swarm import JOIN_S, swarm
 from tests.train.fake_peer import FakePeer, FakePosition
@@ -428,6 +435,8 @@ def heavy_ball(params: Any) -> torch.optim.Optimizer:
         ({"scheduler": 3}, TypeError, "scheduler"),
         ({"outer_optimizer": heavy_ball}, UsageError, "nesterov=True"),
         ({"outer_optimizer": partial(NESTEROV, weight_decay=0.1)}, UsageError, "weight_decay=0.1"),
+        ({"outer_optimizer": partial(NESTEROV, maximize=True)}, UsageError, "maximize=True"),
+        ({"outer_optimizer": partial(torch.optim.Adam, amsgrad=True)}, UsageError, "amsgrad=True"),
         ({"grad_compression": object()}, UsageError, "fp16"),
         ({"grad_compression": "zz"}, ConfigError, "unknown codec"),
         ({"dht": "127.0.0.1:4600"}, UsageError, "dlc.Peer"),
@@ -710,3 +719,177 @@ def test_a_step_of_a_gradient_averager_beside_another_leaves_what_that_one_sends
             control.result(WAIT_S)
         with other.get_tensors() as (grad,):
             assert torch.equal(grad, torch.full((3,), -3.5))
+
+
+def test_what_a_dht_is_given_reaches_its_peer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An argument that is lost on the way is missed by nobody: there is a default for each."""
+    joined: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    peer = Mock(spec=Peer, id="me", address="127.0.0.1:4600")
+    peer.spec = RunSpec()
+
+    def join(*args: Any, **options: Any) -> Mock:
+        joined.append((args, options))
+        return peer
+
+    monkeypatch.setattr(Peer, "join", join)
+    with DHT(
+        ["/ip4/10.0.0.1/tcp/4600", "10.0.0.2:4600"],
+        start=True,
+        host_maddrs=["/ip4/10.0.0.9/udp/1", "/ip4/10.0.0.9/tcp/7"],
+        announce_maddrs=["/ip4/192.0.2.9/tcp/9"],
+        run_key=b"k" * 32,
+        identity_path=tmp_path,
+        startup_timeout=7.5,
+        probe_links=False,
+        role="observer",
+    ) as dht:
+        dht.run_in_background()
+        assert joined == [
+            (
+                (["10.0.0.1:4600", "10.0.0.2:4600"],),
+                {
+                    "listen": "10.0.0.9:7",
+                    "advertise": "192.0.2.9:9",
+                    "key": b"k" * 32,
+                    "state_dir": tmp_path,
+                    "join_timeout_s": 7.5,
+                    "probe_links": False,
+                    "role": "observer",
+                    "hold": True,
+                },
+            )
+        ]
+        assert peer.take_seat.call_args_list == [call(7.5)] and not peer.leave.called
+    peer.leave.assert_called_once_with()
+
+
+def test_a_dht_that_cannot_take_part_leaves_and_can_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Mock(spec=Peer)
+    peer.spec = RunSpec()
+    peer.take_seat.side_effect = RoundTimeout("no seat")
+    monkeypatch.setattr(Peer, "join", lambda *args, **options: peer)
+    dht = DHT()
+    with pytest.raises(RoundTimeout):
+        dht.run_in_background()
+    assert peer.leave.call_count == 1
+    with pytest.raises(UsageError, match="not started"):
+        _ = dht.peer
+    peer.spec = RunSpec(run=WITHOUT_ROUNDS)
+    with pytest.raises(UsageError, match="no rounds of all"):
+        DHT(start=True)
+
+
+def test_what_a_gradient_averager_is_given_reaches_its_round() -> None:
+    peer, reduction = Mock(spec=Peer), Mock(spec=Reduction, done=False)
+    peer.all_reduce.return_value = reduction
+    reduction.wait.return_value = SimpleNamespace(contributors=[SimpleNamespace(peer="a"), SimpleNamespace(peer="b")])
+    outer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    averager = DiLoCoGradAverager(
+        [nn.Parameter(torch.zeros(3))], outer, dht=peer, prefix="g", compression="int8", min_matchmaking_time=2.5,
+        allreduce_timeout=7.5,
+    )  # fmt: skip
+    control = averager.step(wait=False)
+    assert not isinstance(control, dict) and control.triggered and not control.done()
+    (grads,), options = peer.all_reduce.call_args
+    assert len(grads) == 1 and torch.equal(grads[0], torch.ones(3))
+    assert options == {"name": "g/gradients", "codec": "int8", "patience_s": 2.5, "async_op": True}
+    reduction.done = True
+    assert control.done() and control.result().keys() == {"a", "b"}
+    control.result(3.0)
+    averager.step(timeout=4.0)
+    scheduled = averager.schedule_step(timeout=5.0)
+    averager.step(scheduled)
+    assert reduction.wait.call_args_list == [call(7.5), call(3.0), call(4.0), call(5.0)]
+    with pytest.raises(KeyError, match="auxiliary"):
+        DiLoCoGradAverager([nn.Parameter(torch.zeros(3))], outer, dht=peer, prefix="g", auxiliary=True)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_mean_that_is_decided_as_its_wait_ends_is_no_time_out(late: bool) -> None:
+    """The gradients are the mean, though the caller was told that they are its own."""
+    peer, reduction = Mock(spec=Peer), Mock(spec=Reduction, done=True)
+    peer.all_reduce.return_value = reduction
+    reduction.cancel.return_value = late
+    reduction.wait.side_effect = [RoundTimeout("late"), SimpleNamespace(contributors=[SimpleNamespace(peer="a")])]
+    outer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
+    averager = DiLoCoGradAverager([nn.Parameter(torch.zeros(3))], outer, dht=peer, prefix="g")
+    if late:
+        with pytest.raises(RoundTimeout, match="late"):
+            averager.step()
+    else:
+        assert averager.step() == {"a": None}
+
+
+def test_an_outer_state_of_something_else_is_refused_and_nothing_is_changed() -> None:
+    net = model()
+    optimizer = made(net, LonePeer())
+    train(net, optimizer, range(H))
+    held = optimizer.state_averager.optimizer.state_dict()
+    other_lr = copy.deepcopy(held)
+    other_lr["param_groups"][0]["lr"] = 0.1
+    with pytest.raises(UsageError, match="the swarm's by now"):
+        optimizer.state_averager.optimizer.load_state_dict(other_lr)
+    other_model = made(nn.Linear(4, 2), LonePeer())
+    with pytest.raises(UsageError, match="it is of another model"):
+        other_model.state_averager.optimizer.load_state_dict(held)
+    assert other_model.state_averager.optimizer.param_groups[0]["lr"] == 0.7 and other_model.local_epoch == 0
+
+
+def test_the_state_of_an_outer_adam_counts_its_steps_and_belongs_to_its_run() -> None:
+    net, adam = model(), partial(torch.optim.Adam, lr=0.1, betas=(0.8, 0.9), eps=0.25)
+    optimizer = made(net, LonePeer(), outer_optimizer=adam)
+    train(net, optimizer, range(2 * H))
+    held = optimizer.state_averager.optimizer.state_dict()
+    assert [state["step"].item() for state in held["state"].values()] == [2.0] * 4
+    assert held["param_groups"][0]["betas"] == (0.8, 0.9) and held["param_groups"][0]["eps"] == 0.25
+    again = made(model(), LonePeer(), outer_optimizer=adam)
+    with pytest.raises(UsageError, match="belongs to its run"):
+        again.state_averager.optimizer.load_state_dict(held)
+
+
+def test_the_tracker_times_inner_steps_without_their_rounds_and_tells_now_and_then() -> None:
+    peer, now, own = LonePeer(), 0.0, Own(0, 0, 0)
+    tracker = DiloCoProgressTracker(peer, "run", 5, 4, lambda: own, clock=lambda: now)
+    tracker.stepped(0.0)
+    now, own = 10.0, Own(0, 1, 5)
+    tracker.stepped(8.0)
+    now = 10.5
+    tracker.stepped(0.0)
+    assert [(said["speed"], said["eta_s"]) for said in peer.said] == [(0.0, None), (2.5, 3 * 2.0)]
+    assert peer.said[-1]["status"] == {"opendiloco": ["run", 0, 5]}
+    assert tracker.local_progress.samples_per_second == pytest.approx(5 / (0.9 * 2.0 + 0.1 * 0.5))
+
+
+def test_the_tracker_counts_those_of_the_furthest_epoch_and_waits_for_the_slowest_of_them() -> None:
+    peer = LonePeer()
+    peer.known = [
+        member("slow", speed=1.0, said=["run", 1, 10]),
+        member("quick", speed=5.0, said=["run", 1, 15]),
+        member("behind", speed=0.1, said=["run", 0, 0]),
+        replace(member("left", said=["run", 9, 0]), left=True),
+    ]
+    seen = DiloCoProgressTracker(peer, "run", 5, 4, lambda: Own(1, 2, 10)).global_progress
+    assert (seen.num_peers, seen.epoch, seen.samples_accumulated) == (4, 1, 10 + 10 + 15)
+    assert seen.eta_next_epoch - seen.next_fetch_time == pytest.approx((20 - 10) / 1.0)
+
+
+@pytest.mark.parametrize(("name", "codec"), CODECS.items())
+def test_a_compression_of_hivemind_is_the_codec_that_comes_next(name: str, codec: str) -> None:
+    bits = {"NoCompression": 32, "Float16Compression": 16, "ScaledFloat16Compression": 16}
+    assert codec_of(type(name, (), {})()) == codec
+    assert get_codec(codec).wire_bytes(1 << 16) < (1 << 16) * bits.get(name, 8) / 8 * 1.1 and codec != "topk"
+
+
+def test_after_the_shutdown_steps_are_the_inner_optimizers_alone() -> None:
+    net, peer = model(), LonePeer()
+    optimizer = made(net, peer)
+    train(net, optimizer, range(2))
+    optimizer.load_state_from_peers()
+    assert optimizer.tracker.local_progress.samples_accumulated == 0, "they are dropped"
+    optimizer.shutdown()
+    twin = copy.deepcopy(net)
+    inner = ADAMW(twin.parameters())
+    inner.load_state_dict(copy.deepcopy(optimizer.inner_optimizer.state_dict()))
+    train(net, optimizer, range(2, 2 + 2 * H))
+    train(twin, inner, range(2, 2 + 2 * H))
+    assert not peer.vectors and torch.equal(flat(net), flat(twin)) and optimizer.local_epoch == 0

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dlc.train.trainer
 from dlc import handover
 from dlc import mesh as mesh_module
 from dlc.cli.sinks import sentence
@@ -204,7 +205,9 @@ def test_two_peers_learn_from_each_other(tmp_path: Path, school: School, options
     assert (one.model() - two.model()).norm() < 0.2 * one.model().norm()
 
 
-def test_fewer_peers_than_the_grid_needs_train_alone_and_say_so(tmp_path: Path, school: School) -> None:
+def test_fewer_peers_than_the_grid_needs_train_alone_and_say_so(
+    tmp_path: Path, school: School, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = spec_in(tmp_path, strategy="moshpit", gossip=GossipSpec(), moshpit=MoshpitSpec(dims=2), rounds=3)
     pupil = school.add(Pupil(spec, tmp_path / "0"))
     school.start(pupil)
@@ -212,6 +215,10 @@ def test_fewer_peers_than_the_grid_needs_train_alone_and_say_so(tmp_path: Path, 
     told = pupil.all("averaging")
     assert [event["t"] for event in told] == [1, 2, 3]
     assert all("needs at least 4 peers" in event["missing"][pupil.peer.id] for event in told)
+    (record,) = [record for record in caplog.records if record.name == grids_module.__name__]
+    assert record.levelname == "WARNING" and record.message == (
+        "this peer trains alone for now: a grid of 2 dimensions needs at least 4 peers, and there is 1: set dims lower"
+    )
 
 
 def ahead(school: School, old: Pupil) -> tuple[Pupil, threading.Event]:
@@ -248,6 +255,50 @@ def test_a_newcomer_takes_over_the_model_and_the_step_of_who_is_furthest(
     assert {s.reason for s in school.summaries()} == {"rounds"}
     told = [record.message for record in caplog.records if record.name == averaging.__name__]
     assert told == ["goes on from the model of another peer, of round 20; its own was of round 0"]
+
+
+@pytest.mark.parametrize("options", [PLAIN, MOSHPIT], ids=["gossip", "moshpit"])
+def test_who_has_come_to_the_end_stays_for_a_newcomer_which_ends_with_its_model(
+    tmp_path: Path, school: School, options: dict[str, Any]
+) -> None:
+    """The newcomer was given none any more, waited a minute for another, and could not join."""
+    spec = spec_in(tmp_path, rounds=3, **options)
+    old = school.add(Pupil(spec, tmp_path / "0"))
+    saving = threading.Event()
+
+    def hold(event: Event) -> None:
+        if event["event"] == "validation" and event["t"] == 3:
+            saving.set()
+            wait_until(lambda: len(old.peer.members()) == 2, DEADLINE_S, "somebody comes")
+
+    old.on_event = hold
+    school.start(old)
+    assert saving.wait(DEADLINE_S)
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    wait_until((tmp_path / "0" / "model").is_dir, DEADLINE_S, "the old one has saved, and only stays")
+    school.start(new)
+    assert [(summary.reason, summary.t) for summary in school.summaries()] == [("rounds", 3)] * 2
+    assert torch.equal(new.model(), old.model()) and not new.all("step")
+
+
+def test_a_newcomer_that_finds_nobody_with_the_model_of_a_run_that_has_ended_says_so(
+    tmp_path: Path, school: School, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told to start one of them again, as if the run went on."""
+    monkeypatch.setattr(dlc.train.trainer, "LINGER_S", 0.0)
+    spec = spec_in(tmp_path, rounds=3, timeouts=TimeoutsSpec(probe_s=0.14, evict_s=5.0))
+    old = school.add(Pupil(spec, tmp_path / "0"))
+    new = school.add(Pupil(spec, tmp_path / "1", old.peer.address))
+    school.acquainted()
+    with monkeypatch.context() as patch:
+        patch.setattr(averaging, "LOOK_S", 0.0)  # the newcomer does not train yet, and tells nothing
+        assert school.start(old).result(DEADLINE_S).t == 3
+    wait_until(lambda: len(new.peer.members()) == 1, DEADLINE_S, "the leave is heard")
+    end = school.start(new)
+    with pytest.raises(
+        JoinError, match=rf"the run has ended, .* before this peer had its first round \({old.peer.id[:8]}\)"
+    ):
+        end.result(DEADLINE_S)
 
 
 def stands(pupil: Pupil) -> object:

@@ -28,7 +28,7 @@ from dlc.bench.pattern import Pattern
 from dlc.bench.plain import rounded
 from dlc.comm import vectors
 from dlc.comm.clock import clock
-from dlc.comm.codecs import get_codec
+from dlc.comm.codecs import DENSE, get_codec
 from dlc.errors import DlcError, RoundTimeout, UsageError
 from dlc.peer import Peer
 from dlc.report import RoundReport
@@ -121,7 +121,7 @@ class Work:
     """Between rounds."""
 
     def __post_init__(self) -> None:
-        if get_codec(self.codec).sparse:
+        if get_codec(self.codec, DENSE).sparse:
             raise UsageError(f"{self.codec} is for training only: it leaves most elements for later rounds")
         if not 0 < self.mb <= MB_MAX:
             raise UsageError(f"--mb is {self.mb:g}; choose more than 0, up to {MB_MAX:g} MB")

@@ -125,7 +125,9 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     reduce.add_argument(
         "--mb", type=number, default=100.0, metavar="MB", help="MB (10^6 bytes) of fp32 per peer (default 100)"
     )
-    reduce.add_argument("--codec", default="fp16", help="as in a RUN.toml (default fp16)")
+    reduce.add_argument(
+        "--codec", default="fp16", metavar="NAME", help="fp32, fp16 (default), bf16, int8 or int4, as in a RUN.toml"
+    )
     reduce.add_argument("--rounds", type=count, default=5, metavar="R", help="timed rounds (default 5)")
     reduce.add_argument("--pause", type=pause, default=0.0, metavar="S", help="between rounds (default 0)")
     reduce.add_argument("--links", type=path, metavar="FILE", help="what `matrix --json` printed: gives the limit")

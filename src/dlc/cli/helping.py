@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dlc.cli.sinks import Event
     from dlc.peer import Peer
     from dlc.runspec import RunSpec
+    from dlc.server import ParameterServer
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +42,12 @@ def help_out(
     as_json: bool,
     tell_start: Callable[[Callable[[Event], None]], None],
 ) -> None:
-    """Serve until `stop`, or until the run has had its rounds and all trainers have left.
+    """Serve until `stop`, or until the run has had its rounds and all trainers have left; then tell what was served.
 
     UsageError: the run has another strategy. SwarmClosed: another process has this peer's identity.
     """
     from dlc.cli.sinks import JsonLines
+    from dlc.monitor.table import megabytes
     from dlc.server import ParameterServer
 
     spec = peer.spec
@@ -54,23 +56,37 @@ def help_out(
     server = ParameterServer(peer, outer=spec.outer.ending(spec.rounds), spec=spec.server)
     tell_start(lines.take)
     said: Serving = ((), (), 0)
-    now = said
-    looks = 0
+    looks, why = 0, "left the run"
+    first: int | None = None  # the round that its first spans were of
     while not stop.wait(LOOK_S):
         while not events.empty():
             events.get()  # members and so on: nothing that a helper tells
         if server.ended.is_set():
             raise server.error or SwarmClosed("the peer has left")
-        now = (*server.spans(), server.step())
+        now = _serving(server)
         owned, backed, step = now
+        first = step if first is None and (owned or backed) else first
         looks += 1
         if now != said and (now[:2] != said[:2] or as_json or looks >= SAY_EVERY):
             said, looks = now, 0
             lines.take({"event": "serving", "owned": list(owned), "standby": list(backed), "t": step})
-            spans = "1 span" if len(owned) == 1 else f"{len(owned)} spans"
-            log.info("owner of %s, standby of %d, round %d", spans, len(backed), step)
+            log.info("%s, round %d", _spans(now), step)
         trainers = [m for m in peer.members() if m.alive and not m.left and m.role == TRAINER]
         if spec.rounds and step >= spec.rounds and not trainers:
-            log.info("the run is over, and all trainers have left")
+            why = "the run is over, and all trainers have left"
             break
-    lines.take({"event": "end", "owned": list(now[0]), "standby": list(now[1]), "t": now[2]})
+    owned, backed, step = now = _serving(server)
+    rounds, (sent, received) = max(0, step - (step if first is None else first)), server.moved()
+    told = f"sent {megabytes(sent) or 0}, received {megabytes(received) or 0}"
+    log.info("%s; round %d, %d of them served here; %s; %s", why, step, rounds, _spans(now), told)
+    moved = {"rounds": rounds, "bytes_sent": sent, "bytes_received": received}
+    lines.take({"event": "end", "owned": list(owned), "standby": list(backed), "t": step, **moved})
+
+
+def _serving(server: ParameterServer) -> Serving:
+    return (*server.spans(), server.step())
+
+
+def _spans(serving: Serving) -> str:
+    owned, backed, _ = serving
+    return f"owner of {'1 span' if len(owned) == 1 else f'{len(owned)} spans'}, standby of {len(backed)}"

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlc.addresses import addresses_of, advertised, check_listen, default_listen
 from dlc.cli import site, trackers
@@ -135,6 +135,8 @@ def _make(folder: Path, option: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileExistsError:
+        raise UsageError(f"{option} {folder} is a file: name a folder") from None
     except OSError as error:
         raise UsageError(f"{option} {folder} cannot be written: {error.strerror or error}") from None
 
@@ -205,24 +207,22 @@ def _take_part(
 
 def _check_parts(spec: RunSpec, group: Group | None) -> None:
     """What is wrong with the run's model, tokenizer or data on this host, as far as it shows without building or
-    reading all of them, or with a site for this run: before others are told to join. ConfigError, DataError,
-    UsageError. A hub's are found out later."""
+    reading all of them, or with a site for this run: before others are told to join. Of a hub's model the config is
+    fetched, and so is its tokenizer. ConfigError, DataError, UsageError."""
     from dlc.train.data import demand_data
-    from dlc.train.model import config_in, config_of
+    from dlc.train.model import config_at, config_of
     from dlc.train.parallel import check_fits
     from dlc.train.setup import check_config
-    from dlc.train.shelf import model_folder
-    from dlc.train.tokens import is_here, load_tokenizer
+    from dlc.train.tokens import load_tokenizer
 
     if group is not None:
         check_fits(spec, group.size, group.parallel)
-    model: Any = None
     if spec.model.kind == "config":
         model = config_of(spec.model.config)
-    elif spec.model.kind == "path" and (folder := model_folder(Path(spec.model.path))) is not None:
-        model = config_in(folder)
-    name = spec.data.tokenizer
-    tokenizer = load_tokenizer(name) if is_here(name) else None
+    else:
+        where = spec.model.name if spec.model.kind == "hub" else Path(spec.model.path)
+        model = config_at(where, spec.model.revision)
+    tokenizer = load_tokenizer(spec.data.tokenizer)
     check_config(spec, model, tokenizer)
     demand_data(spec, tokenizer)
 

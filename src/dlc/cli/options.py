@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dlc import __version__
+from dlc.comm.keytext import without_keys
 from dlc.comm.roles import ROLES, TRAINER
 from dlc.train.shelf import expanded
 
@@ -118,7 +119,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, as of every error: argparse puts all options before it, a dozen lines."""
-        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` tells more)\n")
+        self.exit(2, f"{self.prog}: {without_keys(message)} (`{self.prog} --help` tells more)\n")
 
 
 def _of_run(word: str) -> list[str]:

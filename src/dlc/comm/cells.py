@@ -92,7 +92,8 @@ def grid_of(n: int, group_size: int | None = None, dims: int | None = None) -> C
     if group_size is not None and group_size < 2:
         raise UsageError(f"groups of {group_size} average nothing: group_size must be at least 2")
     if dims is not None and n < 2**dims:
-        raise UsageError(f"a grid of {dims} dimensions needs at least {2**dims} peers, there are {n}: set dims lower")
+        here = "there is 1" if n == 1 else f"there are {n}"
+        raise UsageError(f"a grid of {dims} dimensions needs at least {2**dims} peers, and {here}: set dims lower")
     if n == 1:
         return Cells(1, ())
     if dims is None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Collection
 
 import torch
 
@@ -28,7 +29,7 @@ from dlc.comm.codecbase import Codec, Payload
 from dlc.comm.sparsecodec import TopKCodec
 from dlc.errors import ConfigError
 
-__all__ = ["CODECS", "Codec", "Payload", "get_codec"]
+__all__ = ["CODECS", "DENSE", "Codec", "Payload", "get_codec"]
 
 
 CODECS: dict[str, Codec] = {
@@ -44,13 +45,18 @@ CODECS: dict[str, Codec] = {
 }
 
 
-def get_codec(name: str) -> Codec:
-    """The codec of that name; ConfigError with the known names, and the nearest, where there is none."""
+DENSE = tuple(name for name, codec in CODECS.items() if not codec.sparse)
+"""Names of those that send all elements, and so are of use in one call by itself."""
+
+
+def get_codec(name: str, offered: Collection[str] = CODECS) -> Codec:
+    """The codec of that name; ConfigError, with the names that are `offered` and the nearest of them, where there is
+    none."""
     if sys.byteorder != "little":
         raise ConfigError("payloads are little-endian and this host is not: dlc cannot run here")
     codec = CODECS.get(name) if isinstance(name, str) else None
     if codec is None:
-        near = difflib.get_close_matches(str(name)[:60], CODECS, n=1)
+        near = difflib.get_close_matches(str(name)[:60], offered, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"unknown codec {name!r:.60}; known: {', '.join(CODECS)}{hint}")
+        raise ConfigError(f"unknown codec {name!r:.60}; known: {', '.join(offered)}{hint}")
     return codec

@@ -32,12 +32,12 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.utils import z85
 
+from dlc.comm.keytext import HIDDEN, KEY_PREFIX, may_be_key
 from dlc.errors import KeyFileError, UsageError
 
 log = logging.getLogger(__name__)
 
 KEY_BYTES = 32
-KEY_PREFIX = "dlc-key-1:"
 KEY_FILE_BYTES_MAX = 4096
 """A key file is one short line; more than this is another file, and is not read into memory."""
 ZAP_DOMAIN = b"dlc"
@@ -69,17 +69,27 @@ def load_run_key(source: str | bytes | Path) -> bytes:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(KEY_FILE_BYTES_MAX).decode("latin-1")
-    except FileNotFoundError:
-        raise KeyFileError(
-            f"there is no run key file {path}; copy it from a host of the run, or for a new run make it with "
-            f"`dlc key > {path}` and copy it to every host"
-        ) from None
-    except OSError as error:
-        raise KeyFileError(f"the run key file {path} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: of a name that no file can have
+        raise _unread(path, error) from None
     key = _parse(text, f"the file {path}")  # first: what is another file has to stay as it is
     if os.name == "posix" and stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
         log.warning("other users of this host can read the run key file %s; run `chmod 600 %s`", path, path)
     return key
+
+
+def _unread(path: Path, error: Exception) -> KeyFileError:
+    """Why nothing could be read there. A key that was given in its place is not shown."""
+    if may_be_key(str(path)):
+        return KeyFileError(
+            f"what was given is neither the path of a run key file nor a run key {HIDDEN}: give the path of a file "
+            "that holds the one line that `dlc key` prints"
+        )
+    if isinstance(error, FileNotFoundError):
+        return KeyFileError(
+            f"there is no run key file {path}; copy it from a host of the run, or for a new run make it with "
+            f"`dlc key > {path}` and copy it to every host"
+        )
+    return KeyFileError(f"the run key file {path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _parse(text: str, what: str) -> bytes:

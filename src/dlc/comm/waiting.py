@@ -186,8 +186,11 @@ class Waits:
             self._not_wishing = tuple(v.peer for v in beat.waiting_for if v != self.ctx.me)
             if not self._not_wishing:
                 return None
-        reason = f"channel {wished[0]!r} cannot open: more than half of the voters must hold a first state of it"
-        advice = "open it on these, too, or let them join as helpers (with a vote) or observers (without)"
+        reason = f"training cannot begin (channel {wished[0]!r}): half of the peers with a vote or more are not ready"
+        advice = (
+            "those that still build their model or read their data say so in their logs; who is not to train can join "
+            "as an observer, or, in a program of its own, as a helper"
+        )
         return Waiting(reason, self._not_wishing, advice=advice), OPENING_S
 
 

@@ -43,7 +43,7 @@ from dlc.train.rng import load_random_state, random_state
 from dlc.train.saves import Local, Saved
 from dlc.train.strategy import Parts
 from dlc.train.swarm import Frozen, MemberView
-from dlc.train.telling import ENDS
+from dlc.train.telling import ENDS, at_the_end
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,11 @@ _MISSED = (
     "all who have trained in this run have left, or do not answer, before this peer had the model of one of them (%s): "
     "it is in their state directories, as their newest checkpoint. Start one of them again and join by its address, or "
     "begin the run anew, with --config and without --peers"
+)
+_ENDED = (
+    "the run has ended, and all who have its model have left, or do not answer, before this peer had its first round "
+    "(%s): it is in their state directories, as their newest checkpoint; with more rounds, start one of them again, "
+    "and this peer goes on from there by its address"
 )
 
 
@@ -126,7 +131,8 @@ class Averaging:
         self._inner_step = self._kept_steps = self._diverged = 0
         """`kept`: inner steps of this phase that are in `vector` already: it was resumed in the middle."""
         self._loss_sum = 0.0
-        self._left = False
+        self._over = False
+        """It takes part in no exchange any more."""
 
     @property
     def position(self) -> Position:
@@ -170,7 +176,7 @@ class Averaging:
         self._t, self._inner_step, self._kept_steps = saved.t, made, made
 
     def _caught_up(self, handover: Handover) -> bool:
-        """Whether the model is that of another, who is further. JoinError: see `_MISSED`."""
+        """Whether the model is that of another, who is further. JoinError: see `_missed`."""
         pause, since = threading.Event(), None
         while not ((furthest := self._furthest(handover)) > self._t and self._take_over(handover)):
             lost, now, evict_s = self._out_of_reach(), self._parts.clock(), self._parts.spec.timeouts.evict_s
@@ -185,7 +191,7 @@ class Averaging:
                 since = now
                 log.warning("%s have the model, and left or do not answer: waiting for %g s at most", lost, evict_s)
             elif now - since >= evict_s:
-                raise JoinError(_MISSED % lost)
+                raise self._missed(lost)
             self._parts.calls.listen()
             pause.wait(LOOK_EVERY_S)
         return True
@@ -201,6 +207,11 @@ class Averaging:
         if any(m.id in told and m.alive and not m.left and m.status.get("phase") != ENDS for m in further):
             return ""
         return ", ".join(m.id[:8] for m in further)
+
+    def _missed(self, lost: str) -> JoinError:
+        """All who have trained are gone, and this peer has nothing of it."""
+        ended = at_the_end(self._peer.members(departed=True), self._parts.spec)
+        return JoinError((_ENDED if ended else _MISSED) % lost)
 
     def _furthest(self, handover: Handover) -> int:
         """The furthest step of the others; 0 where nobody tells one."""
@@ -308,7 +319,7 @@ class Averaging:
             self._begin_again()
             return
         if self._unheard and not self._t and (lost := self._out_of_reach()):
-            raise JoinError(_MISSED % lost)
+            raise self._missed(lost)
         self._unheard = False
         averaged = self._exchange.step(max(self._t + 1, followed(ts, last_of(parts.spec))), self._scratch)
         self._vector, self._scratch = self._scratch, self._vector
@@ -364,8 +375,9 @@ class Averaging:
         """What was trained since the last exchange stays in this peer's own model, and so in its checkpoint."""
 
     def finish(self) -> Position:
-        """Of a common state there is none: the model stays this peer's own. `digest` is that of its parameters."""
-        self._leave()
+        """Of a common state there is none: the model stays this peer's own, and is shown to newcomers until `close`.
+        `digest` is that of its parameters."""
+        self._end_exchanges()
         self._view.gather(self._scratch)
         digest = blake3(self._scratch.numpy().data.cast("B")).digest()
         return Position(self._t, float(self._tokens), b"", None, digest)
@@ -385,17 +397,22 @@ class Averaging:
 
     def close(self) -> None:
         self._loader.close()
-        self._leave()
+        self._end_exchanges()
+        if self._handover is not None:
+            _part_from(self._handover)
 
-    def _leave(self) -> None:
-        """Nobody counts on this peer's exchanges, or on its model, any more."""
-        for part in (self._exchange, self._handover):
-            if part is not None and not self._left:
-                try:
-                    part.close()
-                except DlcError as error:  # the peer has left already, and everybody knows
-                    log.debug("%s", error)
-        self._left = True
+    def _end_exchanges(self) -> None:
+        if self._exchange is not None and not self._over:
+            self._over = True
+            _part_from(self._exchange)
+
+
+def _part_from(part: Exchange | Handover) -> None:
+    """Nobody counts on this peer's exchanges, or on its model, any more."""
+    try:
+        part.close()
+    except DlcError as error:  # the peer has left already, and everybody knows
+        log.debug("%s", error)
 
 
 def _told_by(members: Iterable[MemberView]) -> dict[PeerId, int]:

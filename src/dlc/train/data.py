@@ -127,11 +127,10 @@ def open_documents(place: Place) -> Documents:
     return datasets_io.Rows(place) if datasets_io.is_dataset(place) else Files(place)
 
 
-def demand_data(spec: RunSpec, tokenizer: Tokenizer | None) -> None:
+def demand_data(spec: RunSpec, tokenizer: Tokenizer) -> None:
     """DataError: the data of a run cannot be used, as far as that shows where it is read until there is enough of it.
 
-    Of "datasets:NAME", which may have yet to be fetched, nothing is read; of a `tokenizer` that has, and is None, it
-    does not matter how many tokens it makes.
+    Of "datasets:NAME", which may have yet to be fetched, nothing is read.
     """
     place, seq_len = place_of(spec), spec.data.seq_len
     if place.source.startswith(DATASETS):
@@ -139,14 +138,14 @@ def demand_data(spec: RunSpec, tokenizer: Tokenizer | None) -> None:
     if spec.data.streaming:
         each = spec.data.shards <= SHARDS_LOOKED_INTO
         stream = datasets_io.Stream(place, spec.data.shards if each else 1)
-        source = StreamSource(stream, seq_len, tokenizer or ByteTokenizer(), spec.blocks_per_lease)
-        if each and tokenizer is not None:
+        source = StreamSource(stream, seq_len, tokenizer, spec.blocks_per_lease)
+        if each:
             source.validation_batches(1, 1)
         return
     n_bytes = n_tokens = 0
     for piece in open_documents(place).pieces():
         n_bytes += len(piece.text)
-        n_tokens += len(tokenizer.encode([piece])[0]) if tokenizer is not None else BLOCKS_MIN * seq_len
+        n_tokens += len(tokenizer.encode([piece])[0])
         if n_bytes and n_tokens >= BLOCKS_MIN * seq_len:
             return
     if not n_bytes:

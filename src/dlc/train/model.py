@@ -107,6 +107,18 @@ def config_in(folder: Path) -> Any:
         raise UsageError(f"the model in {folder} cannot be loaded: {first_line(e)}") from e
 
 
+def config_at(name: str | Path, revision: str = "") -> Any:
+    """The config of the model that `load_model` would load; fetched if it is on the hub. UsageError: as there."""
+    from transformers import AutoConfig
+
+    if (folder := model_folder(name)) is not None:
+        return config_in(folder)
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision or None)
+    except Exception as e:  # as in `load_model`
+        raise _not_on_hub(name, e) from e
+
+
 def load_model(
     name: str | Path, *, revision: str = "", pretrained: bool = True, seed: int = 0, whole: bool = False
 ) -> nn.Module:
@@ -126,11 +138,7 @@ def load_model(
     except Exception as e:  # a cut weight file, missing keys, no network, an unknown architecture: each another class
         if folder is not None:
             raise UsageError(f"the model in {folder} cannot be loaded: {e}") from e
-        raise UsageError(
-            f"there is no folder {name}, and no such model of the Hugging Face hub can be loaded: {first_line(e)}; "
-            "where there is no network, copy its folder here and give its path (in RUN.toml model.path, with "
-            'model.kind = "path")'
-        ) from e
+        raise _not_on_hub(name, e) from e
     if missing:
         some = ", ".join(missing[:MISSING_TOLD]) + (", ..." if len(missing) > MISSING_TOLD else "")
         told = f"the model {folder or name} lacks {len(missing)} weights that a {type(model).__name__} has ({some})"
@@ -138,6 +146,14 @@ def load_model(
             raise UsageError(f"{told}: give a folder or a name with all of them")
         log.warning("%s: these begin as random numbers. If they should be there, compare config.json", told)
     return _trainable(model)
+
+
+def _not_on_hub(name: str | Path, error: Exception) -> UsageError:
+    return UsageError(
+        f"there is no folder {name}, and no such model of the Hugging Face hub can be loaded: {first_line(error)}; "
+        "where there is no network, copy its folder here and give its path (in RUN.toml model.path, with "
+        'model.kind = "path")'
+    )
 
 
 def _load(name: str, where: dict[str, Any], pretrained: bool, seed: int) -> tuple[Any, list[str]]:

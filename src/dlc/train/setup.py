@@ -52,12 +52,11 @@ def _check_positions(spec: RunSpec, positions: int | None) -> None:
         )
 
 
-def check_config(spec: RunSpec, config: Any, tokenizer: Tokenizer | None) -> None:
-    """As `model_of` and `check_vocabulary`, as far as a config tells, which is None for a model that has yet to be
-    fetched, as `tokenizer` is for a tokenizer. ConfigError, DataError."""
+def check_config(spec: RunSpec, config: Any, tokenizer: Tokenizer) -> None:
+    """As `model_of` and `check_vocabulary`, as far as a config tells. ConfigError, DataError."""
     _check_positions(spec, positions_in(config))
     rows = getattr(text_config(config), "vocab_size", None)
-    if tokenizer is not None and type(rows) is int:
+    if type(rows) is int:
         _check_rows(rows, tokenizer)
 
 

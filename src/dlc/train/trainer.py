@@ -27,6 +27,8 @@ from dlc.comm.events import RoundDone
 from dlc.comm.roles import TRAINER
 from dlc.errors import DlcError, UsageError
 from dlc.report import RoundReport
+from dlc.runspec import RunSpec
+from dlc.strategyspec import OWN_MODELS
 from dlc.train.checkpoint import sweep_model_folder
 from dlc.train.data import open_blocks
 from dlc.train.engine import Engine
@@ -383,12 +385,12 @@ class Trainer:
     def _linger(self, stop: threading.Event) -> None:
         """Stay until everybody has applied as many entries as we have, and every trainer has the model: who has come
         for the last rounds gets it from nobody else, and who is cut off for a moment would train on alone. Where there
-        are no rounds of all, until the others have their part of the last exchange."""
+        are no rounds of all, until the others have their part of the last exchange, and newcomers a model."""
         since, told = self._clock(), False
         while (stayed_s := self._clock() - since) < LINGER_S and not stop.is_set():
             members = self._peer.members()
             me = next((m for m in members if m.me), None)
-            lacking = [m.id[:8] for m in members if _lacks(m, me)] if me is not None else []
+            lacking = [m.id[:8] for m in members if _lacks(m, me, self.spec)] if me is not None else []
             lacking += [peer[:8] for peer in self._peer.needed_by()]
             if not lacking:
                 return
@@ -399,9 +401,11 @@ class Trainer:
             stop.wait(LEASE_LOOK_S)
 
 
-def _lacks(other: MemberView, me: MemberView) -> bool:
+def _lacks(other: MemberView, me: MemberView, spec: RunSpec) -> bool:
     """Whether it still needs something of the end of the run that I have."""
     if other.me or other.left or not (other.alive or other.away):
         return False
+    if spec.strategy in OWN_MODELS:
+        return other.role == TRAINER and other.alive and "t" not in other.status
     lacks_model = other.role == TRAINER and CHANNEL in me.channels and CHANNEL not in other.channels
     return other.depth < me.depth or lacks_model
