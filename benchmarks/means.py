@@ -117,7 +117,7 @@ class Run:
         self.key = generate_run_key()
         self.addresses: dict[str, str] = {}
         self.up: dict[str, float] = {}
-        """Who is up, and since when nothing was heard of it."""
+        """Who is up, and since when it has had no round."""
         self.frozen: set[str] = set()
         self.rounds: list[dict[str, Any]] = []
         self.without: Counter[str] = Counter()
@@ -171,20 +171,20 @@ class Run:
     def hear(self) -> None:
         """Take what was told, and look for who is stuck."""
         for name, told in self.workers.take():
-            if name in self.up:
-                self.up[name] = time.monotonic()
             if told["event"] == "joined":
                 self.addresses[name] = told["address"]
             elif told["event"] == "none":
                 self.without[told["why"]] += 1
             elif told["event"] == "round":
                 self.rounds.append(told)
+                if name in self.up:
+                    self.up[name] = time.monotonic()
             if told.get("wrong"):
                 self.wrong.append(f"{name}: {told['wrong']}")
         for name, since in self.up.items():
             silent_s = time.monotonic() - since
             if silent_s > self.options.stuck and name not in self.frozen:
-                self.wrong.append(f"{name} has told nothing for {silent_s:.0f} s: {self.workers.said(name)}")
+                self.wrong.append(f"{name} has had no round for {silent_s:.0f} s: {self.workers.said(name)}")
                 self.up[name] = time.monotonic()
 
     def verdict(self) -> int:
@@ -219,23 +219,23 @@ def run(options: argparse.Namespace) -> int:
         folder = stack.enter_context(TemporaryDirectory(prefix="dlc-means-"))
         sites = {f"s{i}": Site(MBIT, MBIT, DELAY_MS) for i in range(options.sites)}
         wan = stack.enter_context(Wan(sites, seed=options.seed)) if sites else None
-        run = Run(options, stack.enter_context(Workers(__file__)), wan, folder)
+        swarm = Run(options, stack.enter_context(Workers(__file__)), wan, folder)
         for name in names:
-            run.start(name)
-            run.addresses[name] = run.workers.wait(name, "joined")["address"]
+            swarm.start(name)
+            swarm.addresses[name] = swarm.workers.wait(name, "joined")["address"]
         began = time.monotonic()
         for fault in faults:
             while time.monotonic() < began + fault.at_s:
-                run.workers.pump(LOOK_S)
-                run.hear()
+                swarm.workers.pump(LOOK_S)
+                swarm.hear()
             print(fault, file=sys.stderr, flush=True)
-            run.apply(fault)
+            swarm.apply(fault)
         while time.monotonic() < began + options.minutes * 60:
-            run.workers.pump(LOOK_S)
-            run.hear()
-        for name in list(run.up):
-            run.end(name)
-        return run.verdict()
+            swarm.workers.pump(LOOK_S)
+            swarm.hear()
+        for name in list(swarm.up):
+            swarm.end(name)
+        return swarm.verdict()
 
 
 def main() -> int:

@@ -83,6 +83,18 @@ def test_a_run_fails_where_bits_differ_a_mean_is_wrong_or_there_was_none(
     assert capsys.readouterr().out.splitlines()[-1] == ("wrong" if fault else "all means were right")
 
 
+@pytest.mark.parametrize("event", ["round", "none", "joined"])
+def test_only_a_round_shows_that_a_process_is_not_stuck(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that told every minute that it had no mean counted as one that goes on."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    told = {"event": event, "why": "RoundTimeout", "wrong": "", "address": "127.0.0.1:1"}
+    workers = SimpleNamespace(take=lambda: [("p0", told)], said=lambda name: "")
+    run = benchmark_module("means").Run(SimpleNamespace(stuck=60.0), workers, None, "")
+    run.up["p0"] = -61.0  # of a clock that begins at 0
+    run.hear()
+    assert bool(run.wrong) == (event != "round")
+
+
 def test_its_options_are_checked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     benchmark = benchmark_module("means")

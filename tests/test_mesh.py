@@ -188,6 +188,18 @@ def test_what_is_begun_is_sent_from_where_it_lies_and_its_mean_is_another_vector
             groups[0].begin(torch.empty(0))
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_the_codec_rounds_off_stays_with_its_peer_where_that_is_wanted(keeps: bool) -> None:
+    given = 1.0 + 2.0**-12  # fp16 makes it 1
+    with swarm(2, log=False) as peers:
+        know_each_other(peers)
+        groups = [dlc.Group(p, "fine", target_size=2, matchmaking_s=MEET_S, codec="fp16") for p in peers]
+        calls = [group.begin(torch.full((100,), given), keeps_unsaid=keeps, timeout_s=LONG_S) for group in groups]
+        for call in calls:
+            call.wait()
+            assert call.mean is not None and torch.equal(call.mean, torch.full((100,), given if keeps else 1.0))
+
+
 def test_a_group_that_is_over_leaves_no_vector_to_the_garbage_collector() -> None:
     """It may be gigabytes, and the next group needs as much anew: a program of few objects runs it seldom."""
     with swarm(2, log=False) as peers:
