@@ -1,4 +1,5 @@
-"""One thread per test process, no network, a reason for every skip, and tests that measure alone on the machine."""
+"""One thread and own ports per test process, no network, a reason for every skip, and tests that measure alone on the
+machine."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+
+from tests import ports
 
 if sys.platform != "win32":
     from tests.turns import Turns
@@ -53,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     worker = getattr(config, "workerinput", None)  # of pytest-xdist, where several processes run tests
+    ports.take(*((int(worker["workerid"][2:]), worker["workercount"]) if worker is not None else (0, 1)))
     if worker is not None and sys.platform != "win32":
         config.stash[TURNS] = Turns(Path(config.option.basetemp).parent / "turns")  # the run's, which pytest clears
 

@@ -26,7 +26,7 @@ from dlc.errors import UnreachableError, UsageError, WrongKeyError
 from dlc.peer import Peer
 from tests.bench.sites import KEYED, OTHER, WAIT_S, patient, reached_by_polls, serving
 from tests.helpers import wait_until
-from tests.swarm import of_another_version
+from tests.swarm import free_addresses, of_another_version
 
 SMALL = Budget(400.0, 16_000_000, (1, 2))
 """It ends with its bytes, in less than a second: its time is for a machine that stands still in between."""
@@ -102,8 +102,9 @@ def test_another_key_or_none_is_told_apart_from_nobody(monkeypatch: pytest.Monke
         with pytest.raises(WrongKeyError, match="wants a key: add --key-file"):
             measure(site.address, None, SMALL)
     reached_by_polls(monkeypatch, 1.0)
+    (nobody,) = free_addresses(1)
     with pytest.raises(UnreachableError, match="nobody listens there.*dlc bench serve"):
-        measure(site.address, KEYED, SMALL)
+        measure(nobody, KEYED, SMALL)
     with pytest.raises(UnreachableError, match="cannot be looked up"):
         measure("no-such-host.invalid:4700", KEYED, SMALL)
 

@@ -29,6 +29,7 @@ from dlc.comm.transport import Transport
 from dlc.errors import UsageError
 from tests.bench.sites import KEYED, OTHER, WAIT_S, patient, reached_by_polls, serving
 from tests.helpers import wait_until
+from tests.swarm import free_addresses
 
 SMALL = Budget(100.0, 400_000_000, (1,), down=False)
 """It ends with its bytes, in about a second: its time is for a machine that stands still in between."""
@@ -83,16 +84,15 @@ def test_every_direction_is_measured_by_its_sender(soon: None) -> None:
 
 def test_a_site_that_cannot_be_reached_costs_its_own_pairs_only(soon: None) -> None:
     with serving() as a, serving() as b, serving(OTHER) as stranger:
-        with serving() as gone:
-            pass
-        sites = (a.address, b.address, gone.address, stranger.address)
+        (gone,) = free_addresses(1)
+        sites = (a.address, b.address, gone, stranger.address)
         report = measure_matrix(sites, KEYED, SMALL, reach={})
     good = {(a.address, b.address), (b.address, a.address)}
     for pair in report.pairs:
         assert ((pair.sender, pair.receiver) in good) == (pair.up_mbps is not None)
         assert (pair.up_mbps is None) == bool(pair.error)
     said = {p.sender: p.error for p in report.pairs if p.error and p.sender not in (a.address, b.address)}
-    assert "cannot be reached from here" in said[gone.address] and "refused our key" in said[stranger.address]
+    assert "cannot be reached from here" in said[gone] and "refused our key" in said[stranger.address]
     assert report.failed == 10
 
 

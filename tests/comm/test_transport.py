@@ -24,6 +24,7 @@ from dlc.comm.lanes import BULK_KEEPALIVE, CONTROL_KEEPALIVE, Event, Incoming, L
 from dlc.comm.security import LinkSecurity
 from dlc.comm.transport import Transport
 from dlc.errors import UsageError
+from tests import ports
 from tests.helpers import wait_until
 from tests.swarm import free_addresses
 
@@ -213,6 +214,17 @@ def test_a_refused_connection_is_reported_and_tried_for_ever(node: Callable[...,
     seen = len(a.link_kinds(nobody))
     a.events += a.transport.poll(0.3)
     assert len(a.link_kinds(nobody)) == seen
+
+
+def test_no_port_of_a_test_is_given_again_soon(node: Callable[..., Node]) -> None:
+    """A peer of another test, without a key as well, had that of one that was gone, and was dialled by those who had
+    known it: two swarms became one, or nobody was somebody."""
+    seen: list[int] = []
+    for _ in range(3):
+        a = node("a").transport
+        seen += [a.control_port, a.bulk_port]
+        a.close(0.0)
+    assert len(set(seen)) == 6 and all(ports.FIRST <= port < ports.END for port in seen)
 
 
 def test_a_peer_that_starts_later_gets_what_was_sent_before(node: Callable[..., Node]) -> None:
