@@ -709,6 +709,7 @@ def test_a_member_that_tells_of_an_exchange_beyond_the_end_of_the_run_ends_nobod
     table = "moshpit" if options is MOSHPIT else "gossip"
     quick = {table: dataclasses.replace(options[table], wait_s=0.1)}
     monkeypatch.setattr(averaging, "LOOK_S", 0.1)
+    monkeypatch.setattr(dlc.train.trainer, "LINGER_S", 0.0)  # the one that trains nothing never has a model
     passed_s, comes = [0.0], noloco.Places.comes
 
     def slowly(places: noloco.Places) -> Any:  # before anybody is waited for
