@@ -168,8 +168,7 @@ class Gossip:
                 before, gave = _unbroken(exchange)
                 self._open_links(machine, everybody, apart)
                 waited = clock()
-                givers = [v for v in self._detours.waits_for(everybody, self.t, apart) if v.peer not in took]
-                self._wait(machine, givers, wait_s)
+                self._wait(machine, self._givers(everybody, apart, took), wait_s)
                 waited = clock() - waited
                 after = _unbroken(lambda: self._absorb(machine, grid, z, took, returned))
             finally:
@@ -269,6 +268,11 @@ class Gossip:
         shares = self._detours.ahead(everybody, self.t + 1, apart)
         next_to = frozenset(voter.peer for voter, _ in shares)
         self._ask(lambda: setattr(machine, "next_to", next_to))
+
+    def _givers(self, everybody: list[Voter], apart: set[Voter], took: dict[str, float]) -> list[Voter]:
+        """Whose gifts of this step are to come still. A function of its own, since Python 3.12.1 and 3.13.0 may pass by
+        the `finally` of whoever runs a filtered comprehension as Ctrl-C comes."""
+        return [v for v in self._detours.waits_for(everybody, self.t, apart) if v.peer not in took]
 
     def _wait(self, machine: Machine, givers: list[Voter], wait_s: float) -> None:
         """For the gifts of this step to this peer, and for its own to be settled: not for one that is withdrawn, whose
