@@ -144,6 +144,7 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--profile", ":3"], "':3' is no DIR:STEPS"),
         (["join", "--wandb", ""], "it is empty"),
         (["join", "--profile", __file__], "test_cli.py is a file: name a folder"),
+        (["export", "nowhere", "--out", f"{__file__}/m"], "test_cli.py (Not a directory); name another place"),
         (["demo", "--n-peers", "three"], "'three' is no whole number"),
         (["join", "--resume", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["join", "--join-timeout", "0"], "above 0"),
@@ -210,6 +211,8 @@ def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
         "status --peers somewhere",
         "status --peers 127.0.0.1:1 --key-file nowhere.key",
         "export nowhere --out model",
+        "export . --out RUN.toml/model",
+        "join --profile RUN.toml/traces",
         "eval model --blocks 0",
         "eval ./nowhere",
         "bench serve --listen 0.0.0.0:0",
@@ -218,6 +221,7 @@ def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
         "bench matrix --peers 127.0.0.1:1 --listen somewhere",
         "bench allreduce --peers somewhere",
         "bench allreduce --local 2 --key-file nowhere.key",
+        "bench allreduce --peers a:1,b:1 --links nowhere.json",
     ]
     program = (
         "import sys, json; from dlc.cli import main\n"
@@ -228,6 +232,19 @@ def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path
     )
     assert json.loads(done.stdout) == [[2] * len(words), False], done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that takes no files whatever its permissions say")
+@pytest.mark.parametrize(
+    "words", [["join", "--tensorboard", "/proc"], ["join", "--profile", "/proc:3"], ["export", "s", "--out", "/proc/m"]]
+)
+def test_a_folder_that_takes_no_files_is_told_before_any_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """To root its permissions say yes: a profile was lost, and TensorBoard's writer ended with a traceback."""
+    monkeypatch.setattr("dlc.cli.trackers.demand", lambda extra, option: None)
+    code, text = fails(capsys, *words)
+    assert code == 2 and f"{words[-2]} /proc" in text and "cannot be written: " in text and text.count("\n") == 1
 
 
 def test_an_unknown_option_in_the_config_is_answered_with_the_nearest_name(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import errno
 import importlib
 import io
 import logging
@@ -40,7 +39,7 @@ from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
 from dlc.strategyspec import WITHOUT_LOG
-from dlc.train.shelf import FOLDER, expanded, file_of, files_in
+from dlc.train.shelf import FOLDER, expanded, file_of, files_in, takes_files
 
 if TYPE_CHECKING:
     from dlc.cli.sinks import Event, Sink
@@ -133,8 +132,7 @@ def _check_role(args: argparse.Namespace, rank: site.Rank | None) -> None:
 def _make(folder: Path, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        takes_files(folder)
     except FileExistsError:
         raise UsageError(f"{option} {folder} is a file: name a folder") from None
     except OSError as error:
