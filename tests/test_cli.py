@@ -197,6 +197,7 @@ def test_wrong_usage_is_one_clear_line_and_exit_code_2(
 def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
     """Which takes seconds."""
     (tmp_path / "RUN.toml").write_text("rounds = 2\n")
+    (tmp_path / "of-no-data.toml").write_text('[data]\nsource = "nowhere.txt"\n')
     words = [
         "join --peers somewhere",
         "join --listen somewhere",
@@ -208,6 +209,8 @@ def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
         "join --profile RUN.toml",
         "join --role helper --config RUN.toml",
         "join --config nowhere.toml",
+        "join --config of-no-data.toml",
+        "eval . --source nowhere.txt",
         "status --peers somewhere",
         "status --peers 127.0.0.1:1 --key-file nowhere.key",
         "export nowhere --out model",
@@ -274,7 +277,7 @@ def test_a_file_that_holds_no_key_is_refused(capsys: pytest.CaptureFixture[str],
     wrong.write_text("secret\n")
     wrong.chmod(0o600)
     code, text = fails(capsys, "join", "--key-file", str(wrong), "--device", "cpu")
-    assert code == 2 and "does not hold a run key" in text and "secret" not in text
+    assert code == 2 and "does not hold a run key" in text and "secret" not in text and "dlc-key-1: and 43" in text
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from dlc.cli.places import home
 from dlc.errors import UsageError
 from dlc.runspec import BYTES, STDLIB, DataSpec
 from dlc.train.shelf import HUB_NAME, expanded
+from dlc.train.sources import demand_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +127,9 @@ def _given_data(args: argparse.Namespace) -> DataSpec | None:
     """The text that the options name, checked as that of a RUN.toml is; None: they name none."""
     named = {name: value for name in ("subset", "split", "text_field") if (value := getattr(args, name)) is not None}
     if args.source is not None:
-        return DataSpec(args.source, **named)
+        data = DataSpec(args.source, **named)
+        demand_source(args.source)
+        return data
     for name in named:
         raise UsageError(f"--{name.replace('_', '-')} says what is read of a --source, and none is given")
     return None

@@ -40,6 +40,7 @@ from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
 from dlc.strategyspec import WITHOUT_LOG
 from dlc.train.shelf import FOLDER, expanded, file_of, files_in, takes_files
+from dlc.train.sources import demand_source
 
 if TYPE_CHECKING:
     from dlc.cli.sinks import Event, Sink
@@ -105,6 +106,8 @@ def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | Non
             f"--parallel {args.parallel} is for several processes, and this is the only one: start two or more with "
             "torchrun (--nproc-per-node times --nnodes)"
         )
+    if args.role == TRAINER and spec is not None:
+        demand_source(spec.data.source)
     if args.role == HELPER and spec is not None:
         check_helped(spec)
     if args.role == OBSERVER:

@@ -16,16 +16,21 @@ WHOLE = re.compile(r"[A-Za-z0-9_-]{42}[AEIMQUYcgkosw048]")
 
 def is_key(text: str) -> bool:
     """Whether that is a run key, with its prefix or without, which hardly anything else is."""
-    return KEY_PREFIX in text.lower() or (WHOLE.fullmatch(text) is not None and _mixed(text))
+    return _begins(text) or (WHOLE.fullmatch(text) is not None and _mixed(text))
 
 
 def may_be_key(text: str) -> bool:
     """Whether that may be a run key, or a mistyped one: without its prefix, say, or cut short. No path is, which a
     separator shows: keys have none."""
-    if KEY_PREFIX in text.lower():
+    if _begins(text):
         return True
     runs = re.findall(rf"[A-Za-z0-9_-]{{{RUN_CHARS_MIN},}}", text) if not re.search(r"[/\\]", text) else []
     return any(map(_mixed, runs))
+
+
+def _begins(text: str) -> bool:
+    """The prefix alone, as messages name it, is no secret."""
+    return re.search(rf"{KEY_PREFIX}[\w-]", text, re.IGNORECASE) is not None
 
 
 def _mixed(run: str) -> bool:
