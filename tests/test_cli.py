@@ -126,6 +126,12 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--peer=127.0.0.1:1"], "did you mean --peers?"),
         (["join", "--key", "run.key"], "unrecognized arguments: --key run.key; did you mean --key-file?"),
         (["join", "--check=3"], "--check=3; did you mean --checkpoint-every?"),
+        (
+            ["join", "--peers", "h:1", "h:2"],
+            "unrecognized arguments: h:2; addresses are given with --peers, as one word",
+        ),
+        (["join", "RUN.toml"], "unrecognized arguments: RUN.toml; a RUN.toml is given with --config"),
+        (["eval", "x" * 5000], "cannot be read: File name too long"),
         (["bench", "mat"], "did you mean matrix?"),
         (["join", "--codec", "int8"], "--codec int8; codec is an option of RUN.toml, the file that --config names"),
         (["join", "--batch-size=4"], "; inner.batch_size is an option of RUN.toml"),

@@ -59,12 +59,16 @@ def evaluate_model(args: argparse.Namespace, interrupts: Interrupts) -> int:
     if not args.blocks or not args.batch_size:
         raise UsageError("--blocks and --batch-size must be at least 1")
     data = _given_data(args)
-    if not os.path.exists(expanded(args.model)):
+    try:
+        os.stat(expanded(args.model))
+    except (FileNotFoundError, NotADirectoryError):
         if not HUB_NAME.fullmatch(args.model):
-            raise UsageError(f"there is no checkpoint, state directory or model folder {args.model}")
+            raise UsageError(f"there is no checkpoint, state directory or model folder {args.model}") from None
         log.info(
             "there is no file or folder %s here: the Hugging Face hub is asked for a model of that name", args.model
         )
+    except OSError as error:
+        raise UsageError(f"{args.model} cannot be read: {error.strerror or error}") from None
 
     from transformers.utils.logging import disable_progress_bar
 

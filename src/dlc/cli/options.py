@@ -115,6 +115,10 @@ class Parser(argparse.ArgumentParser):
         if self.prog == "dlc join" and (of_run := _of_run(word)):
             return f"; {' or '.join(of_run)} is an option of RUN.toml, the file that --config names"
         names = [name for action in self._actions for name in action.option_strings if action.help != argparse.SUPPRESS]
+        if "--peers" in names and re.search(r"[^/]:\d+$", word):
+            return "; addresses are given with --peers, as one word with commas between them"
+        if "--config" in names and word.endswith(".toml"):
+            return "; a RUN.toml is given with --config"
         return _did_you_mean(word, names)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
