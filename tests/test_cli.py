@@ -476,7 +476,9 @@ def test_the_key_file_of_the_environment_is_used(
 ) -> None:
     monkeypatch.setenv("DLC_KEY_FILE", "of-the-environment.key")
     code, text = fails(capsys, "join", "--device", "cpu")
-    assert code == 2 and "of-the-environment.key" in text
+    assert code == 2 and "of-the-environment.key" in text and "(DLC_KEY_FILE in the environment names it)\n" in text
+    code, text = fails(capsys, "join", "--device", "cpu", "--key-file", "given.key")
+    assert code == 2 and "given.key" in text and "DLC_KEY_FILE" not in text
 
 
 def test_the_traceback_is_there_when_asked_for(

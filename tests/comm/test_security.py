@@ -27,6 +27,9 @@ def test_a_key_is_read_from_text_file_or_bytes(tmp_path: Path) -> None:
     assert text.startswith("dlc-key-1:") and text.endswith("\n") and text.count("\n") == 1
     path = tmp_path / "run.key"
     path.write_text(text)
+    marked = tmp_path / "marked.key"
+    marked.write_text(text, "utf-8-sig")
+    assert load_run_key(marked) == load_run_key(text)
     keys = {load_run_key(s) for s in (text, text.strip(), path, str(path), text.encode(), load_run_key(text))}
     assert len(keys) == 1 and len(keys.pop()) == 32
     assert load_run_key(generate_run_key()) != load_run_key(text)
