@@ -26,6 +26,7 @@ from dlc.comm.security import generate_run_key, load_run_key
 from dlc.errors import UsageError
 from dlc.monitor.show import Show
 from dlc.monitor.table import Board
+from dlc.options import OF_HOSTS
 from dlc.peer import Peer
 from dlc.runspec import DataSpec, InnerSpec, ModelSpec, RunSpec
 from dlc.survey import Member
@@ -123,6 +124,15 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--role", "helpr"], "did you mean helper?"),
         (["join", "--peer", "127.0.0.1:1"], "unrecognized arguments: --peer 127.0.0.1:1; did you mean --peers?"),
         (["join", "--peer=127.0.0.1:1"], "did you mean --peers?"),
+        (["join", "--key", "run.key"], "unrecognized arguments: --key run.key; did you mean --key-file?"),
+        (["join", "--check=3"], "--check=3; did you mean --checkpoint-every?"),
+        (
+            ["join", "--peers", "h:1", "h:2"],
+            "unrecognized arguments: h:2; addresses are given with --peers, as one word",
+        ),
+        (["join", "RUN.toml"], "unrecognized arguments: RUN.toml; a RUN.toml is given with --config"),
+        (["eval", "x" * 5000], "cannot be read: File name too long"),
+        (["bench", "mat"], "did you mean matrix?"),
         (["join", "--codec", "int8"], "--codec int8; codec is an option of RUN.toml, the file that --config names"),
         (["join", "--batch-size=4"], "; inner.batch_size is an option of RUN.toml"),
         (["bench", "codec", "--devise", "cpu"], "dlc bench codec: unrecognized arguments: --devise cpu; did you mean"),
@@ -140,6 +150,7 @@ def test_what_trains_nothing_does_without_torch(tmp_path: Path) -> None:
         (["join", "--profile", ":3"], "':3' is no DIR:STEPS"),
         (["join", "--wandb", ""], "it is empty"),
         (["join", "--profile", __file__], "test_cli.py is a file: name a folder"),
+        (["export", "nowhere", "--out", f"{__file__}/m"], "test_cli.py (Not a directory); name another place"),
         (["demo", "--n-peers", "three"], "'three' is no whole number"),
         (["join", "--resume", "nowhere.safetensors"], "nowhere.safetensors cannot be read"),
         (["join", "--join-timeout", "0"], "above 0"),
@@ -192,6 +203,7 @@ def test_wrong_usage_is_one_clear_line_and_exit_code_2(
 def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
     """Which takes seconds."""
     (tmp_path / "RUN.toml").write_text("rounds = 2\n")
+    (tmp_path / "of-no-data.toml").write_text('[data]\nsource = "nowhere.txt"\n')
     words = [
         "join --peers somewhere",
         "join --listen somewhere",
@@ -203,9 +215,13 @@ def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
         "join --profile RUN.toml",
         "join --role helper --config RUN.toml",
         "join --config nowhere.toml",
+        "join --config of-no-data.toml",
+        "eval . --source nowhere.txt",
         "status --peers somewhere",
         "status --peers 127.0.0.1:1 --key-file nowhere.key",
         "export nowhere --out model",
+        "export . --out RUN.toml/model",
+        "join --profile RUN.toml/traces",
         "eval model --blocks 0",
         "eval ./nowhere",
         "bench serve --listen 0.0.0.0:0",
@@ -214,6 +230,7 @@ def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
         "bench matrix --peers 127.0.0.1:1 --listen somewhere",
         "bench allreduce --peers somewhere",
         "bench allreduce --local 2 --key-file nowhere.key",
+        "bench allreduce --peers a:1,b:1 --links nowhere.json",
     ]
     program = (
         "import sys, json; from dlc.cli import main\n"
@@ -226,6 +243,19 @@ def test_what_is_wrong_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [[2] * len(words), False], done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that takes no files whatever its permissions say")
+@pytest.mark.parametrize(
+    "words", [["join", "--tensorboard", "/proc"], ["join", "--profile", "/proc:3"], ["export", "s", "--out", "/proc/m"]]
+)
+def test_a_folder_that_takes_no_files_is_told_before_any_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """To root its permissions say yes: a profile was lost, and TensorBoard's writer ended with a traceback."""
+    monkeypatch.setattr("dlc.cli.trackers.demand", lambda extra, option: None)
+    code, text = fails(capsys, *words)
+    assert code == 2 and f"{words[-2]} /proc" in text and "cannot be written: " in text and text.count("\n") == 1
+
+
 def test_an_unknown_option_in_the_config_is_answered_with_the_nearest_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -235,22 +265,71 @@ def test_an_unknown_option_in_the_config_is_answered_with_the_nearest_name(
     assert code == 2 and "did you mean 'inner.batch_size'" in text and str(config) in text
 
 
+def test_an_option_of_the_command_in_the_config_is_answered_with_its_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    commands = next(a for a in parser(demo_wanted=False)._actions if isinstance(a, argparse._SubParsersAction)).choices
+    options = {name for action in commands["join"]._actions for name in action.option_strings}
+    config = tmp_path / "RUN.toml"
+    for name, of_host in OF_HOSTS.items():
+        config.write_text(f'[data]\n{name} = "x"\n')
+        code, text = fails(capsys, "join", "--config", str(config))
+        told = f"unknown option 'data.{name}': each host says it for itself, by `dlc join --{of_host}`"
+        assert code == 2 and told in text and f"--{of_host}" in options
+
+
 def test_a_file_that_holds_no_key_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.key"
     wrong.write_text("secret\n")
     wrong.chmod(0o600)
     code, text = fails(capsys, "join", "--key-file", str(wrong), "--device", "cpu")
-    assert code == 2 and "does not hold a run key" in text and "secret" not in text
+    assert code == 2 and "does not hold a run key" in text and "secret" not in text and "dlc-key-1: and 43" in text
 
 
 @pytest.mark.parametrize(
-    "words", [["join", "--key-file"], ["join", "--key"], ["key"], [], ["status", "--run", "x", "--peers=h:1"]]
+    "words",
+    [
+        ["join", "--key-file"],
+        ["join", "--key"],
+        ["key"],
+        [],
+        ["status", "--run", "x", "--peers=h:1"],
+        ["join", "--peers"],
+        ["join", "--listen"],
+        ["join", "--config"],
+        ["join", "--listen", "127.0.0.1:0", "--advertise"],
+        ["status", "--timeout", "0.1", "--peers=h:1", "--run"],
+        ["eval"],
+        ["export", "--out", "new"],
+        ["bench", "link", "--to"],
+        ["bench", "codec", "--device"],
+    ],
 )
 def test_a_run_key_is_never_shown_wherever_it_is_given(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    """Given for an address, a file or a name it was printed, and for that of a model the hub was asked for it."""
     key = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
     for given in (key, f"dlc-key-1:{key}"):
         code, text = fails(capsys, *words, given)
         assert code == 2 and key not in text and HIDDEN in text and text.count("\n") == 1
+        assert "--key-file" in text
+
+
+@pytest.mark.parametrize("line", ['codec = "%s"', 'run = "%s"', '"%s" = 1', '["%s"]', "rounds = [3, '%s']"])
+def test_a_run_key_in_a_run_toml_is_not_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str) -> None:
+    config, key = tmp_path / "RUN.toml", "dlc-key-1:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
+    config.write_text(line % key + "\n")
+    code, text = fails(capsys, "join", "--config", str(config))
+    assert code == 2 and key not in text and HIDDEN in text and str(config) in text
+
+
+def test_a_file_with_the_name_of_a_key_may_be_given(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
+    (tmp_path / name).write_text("rounds = 3\n")
+    assert main(["join", "--config", name, "--print-config"]) == 0
+    assert "rounds = 3\n" in capsys.readouterr().out
 
 
 def test_nobody_at_the_address_is_exit_code_3(capsys: pytest.CaptureFixture[str]) -> None:
@@ -397,7 +476,9 @@ def test_the_key_file_of_the_environment_is_used(
 ) -> None:
     monkeypatch.setenv("DLC_KEY_FILE", "of-the-environment.key")
     code, text = fails(capsys, "join", "--device", "cpu")
-    assert code == 2 and "of-the-environment.key" in text
+    assert code == 2 and "of-the-environment.key" in text and "(DLC_KEY_FILE in the environment names it)\n" in text
+    code, text = fails(capsys, "join", "--device", "cpu", "--key-file", "given.key")
+    assert code == 2 and "given.key" in text and "DLC_KEY_FILE" not in text
 
 
 def test_the_traceback_is_there_when_asked_for(

@@ -327,6 +327,8 @@ def test_what_cannot_be_used_is_told_in_one_line(
     assert "16 positions" in fails(capsys, "eval", str(trained.state), "--seq-len", "99")
     assert "at least 1" in fails(capsys, "eval", str(trained.state), "--blocks", "0")
     save_model_folder(build_model(LLAMA, 0), tmp_path / "m")
+    weights = str(tmp_path / "m" / "model.safetensors")
+    assert f"{weights} is no dlc checkpoint; if it is a part of a model folder, name" in fails(capsys, "eval", weights)
     tokenizer = str(Path(trained.spec.data.tokenizer))
     assert "ids, but the model's vocabulary" in fails(capsys, "eval", str(tmp_path / "m"), "--tokenizer", tokenizer)
 

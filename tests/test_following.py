@@ -346,9 +346,13 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_begins(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
-    access, shut, state = os.access, tmp_path / "shut", tmp_path / "state"
+    shut, state = tmp_path / "shut", tmp_path / "state"
     shut.mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: path != shut and access(path, mode))  # root may do anything
+
+    def refuse(dir: Path) -> None:  # root may do anything
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(dir))
+
+    monkeypatch.setattr("dlc.train.shelf.tempfile.TemporaryFile", refuse)
     assert main(["join", option, str(shut), "--state-dir", str(state), "--device", "cpu", "--rounds", "1"]) == 2
     assert f"{option} {shut} cannot be written: Permission denied" in capsys.readouterr().err
     assert not state.exists()

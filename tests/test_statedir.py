@@ -257,6 +257,19 @@ def test_a_full_disk_leaves_the_old_address_book(tmp_path: Path, monkeypatch: py
     state.close()
 
 
+def test_a_disk_that_is_full_at_the_start_is_told_and_a_start_with_room_is_as_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(statedir.os, "fsync", full)
+    with pytest.raises(UsageError, match="No space left on device; make room, or choose another"):
+        StateDir(tmp_path)
+    monkeypatch.undo()
+    StateDir(tmp_path).close()
+
+
 def test_the_counter_is_synced_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = StateDir(tmp_path)
     steps: list[str] = []

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterable, Sequence
 
 from dlc.comm.addresses import is_loopback, is_numeric, parse_address
+from dlc.comm.keytext import without_keys
 from dlc.errors import UsageError
 
 PEERS_MAX = 256
@@ -17,7 +18,7 @@ def addresses_of(peers: Sequence[str] | str) -> tuple[str, ...]:
     """`HOST:PORT,HOST:PORT` or a sequence of addresses, checked; duplicates are dropped."""
     many = peers.split(",") if isinstance(peers, str) else list(peers) if isinstance(peers, Iterable) else [peers]
     if not all(isinstance(peer, str) for peer in many):
-        raise UsageError(f'peers is {peers!r:.60}: give addresses, as in ["HOST:PORT"]')
+        raise UsageError(f'peers is {without_keys(repr(peers)):.60}: give addresses, as in ["HOST:PORT"]')
     listed = tuple(dict.fromkeys(p.strip() for p in many if p.strip()))
     if len(listed) > PEERS_MAX:
         raise UsageError(f"{len(listed)} peers listed; {PEERS_MAX} are enough, all others are found through them")

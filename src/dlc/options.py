@@ -116,12 +116,29 @@ ELSEWHERE = {
     "model_name_or_path": "model.name",
 }
 """What OpenDiLoCo, Hivemind, transformers and the papers call an option, by its last part in lower case."""
+OF_HOSTS = {
+    "key": "key-file",
+    "run_key": "key-file",
+    "initial_peers": "peers",
+    "host": "listen",
+    "port": "listen",
+    **{
+        name.replace("-", "_"): name
+        for name in (
+            "peers key-file insecure listen advertise found join-timeout state-dir resume role device parallel "
+            "micro-batch no-probe history-bytes eval-every checkpoint-every keep tensorboard wandb profile"
+        ).split()
+    },
+}
+"""What differs from host to host is no option of a run: the option of `dlc join`, by what it may be called."""
 
 
 def unknown(name: str, names: tuple[str, ...]) -> str:
     """The sentence for an option that does not exist, with the nearest that does."""
     plain = str(name).lower()
     last = plain.rpartition(".")[2]
+    if (of_host := OF_HOSTS.get(last)) is not None:
+        return f"unknown option {name!r}: each host says it for itself, by `dlc join --{of_host}`"
     moved = [known for known in names if known.rpartition(".")[2] == last and plain not in names]
     if (other := ELSEWHERE.get(last)) in names and other not in moved:
         moved.append(other)

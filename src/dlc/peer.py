@@ -302,7 +302,7 @@ class Peer(Collectives):
         """Wait until this peer is a voter and knows all rounds so far: at once, unless it was joined with `hold`. An
         observer, which has no vote, waits for the rounds only.
 
-        RoundTimeout: it is not after `timeout_s`.
+        RoundTimeout: it is not after `timeout_s`. UsageError: it takes part without the log, where nobody votes.
         """
 
         def seated() -> bool:
@@ -310,6 +310,7 @@ class Peer(Collectives):
 
         if timeout_s is not None:
             timeout_s = seconds("timeout_s", timeout_s)
+        self._ask(lambda node, now: node.need_log("there are no seats"))
         self._wait(seated, timeout_s, "this peer has no seat in the swarm yet")
 
     # ---------------------------------------------------------------- machines outside the log

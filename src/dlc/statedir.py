@@ -16,6 +16,7 @@ same peer, with the same lock.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -291,7 +292,8 @@ def _check_random(random32: int) -> None:
 
 def _unusable(path: Path | str, error: OSError) -> UsageError:
     why = f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror or error)
-    return UsageError(f"the state directory {path} cannot be used: {why}; choose another (--state-dir DIR)")
+    remedy = "make room, or choose another" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose another"
+    return UsageError(f"the state directory {path} cannot be used: {why}; {remedy} (--state-dir DIR)")
 
 
 def _damaged(path: Path, what: str) -> UsageError:

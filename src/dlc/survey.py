@@ -161,11 +161,10 @@ def wrong_key(barred: Sequence[str], has_key: bool) -> str:
     """The sentence for addresses that answered a handshake, and did not finish it."""
     where = ", ".join(barred)
     if has_key:
-        return (
-            f"{where} answered, but refused our run key: use the key file of that run (or none if it has none); or it "
-            "is something else than dlc that listens there, and hangs up"
-        )
-    return f"{where} answered, but wants a run key: add --key-file with the key file of that run"
+        what = "refused our run key: use the key file of that run (or none if it has none)"
+    else:
+        what = "wants a run key: add --key-file with the key file of that run"
+    return f"{where} answered, but {what}; or it is something else than dlc that listens there, and hangs up"
 
 
 def _take(

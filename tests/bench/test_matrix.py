@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import re
 import sys
 import threading
 from collections.abc import Collection
@@ -18,6 +21,7 @@ import dlc.bench.heatmap as heatmap
 import dlc.bench.host as host_module
 import dlc.bench.matrix as matrix_module
 import dlc.bench.serve as serve_module
+import dlc.train.shelf as shelf
 from dlc.bench import show
 from dlc.bench.link import Budget
 from dlc.bench.matrix import MatrixReport, PairReport, measure_matrix
@@ -211,29 +215,37 @@ def test_an_error_tells_who_measured_to_whom_and_an_address_is_no_markup() -> No
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the heat map needs the extra `plots`")
     heatmap.check(tmp_path / "m.png")
+    assert not os.listdir(tmp_path)
     heatmap.draw(REPORT, tmp_path / "m.png")
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_that_nobody_here_may_write_is_refused_before(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_picture_that_cannot_be_written_is_refused_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder that takes no file though its permissions let root write was found out when all was measured."""
     monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: "there")
-    asked: list[Path] = []
-    monkeypatch.setattr(heatmap.os, "access", lambda path, mode: asked.append(path))
+    monkeypatch.setattr(heatmap.os, "access", lambda path, mode: False)
     (tmp_path / "old.png").touch()
+    with pytest.raises(UsageError, match=r"old.png cannot be written by this user"):
+        heatmap.check(tmp_path / "old.png")
+
+    def refuse(dir: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(dir / "x"))
+
+    monkeypatch.setattr(shelf.tempfile, "TemporaryFile", refuse)
     for name in ("new.png", "old.png"):
-        with pytest.raises(UsageError, match=f"{name} cannot be written by this user"):
+        told = f"--png {tmp_path / name} cannot be written: nothing can be made in {tmp_path} (Read-only file system)"
+        with pytest.raises(UsageError, match=re.escape(told)):
             heatmap.check(tmp_path / name)
-    assert asked == [tmp_path, tmp_path / "old.png"]
+    told = f"there is no folder {tmp_path / 'nowhere'}; make it, or name another file"
+    with pytest.raises(UsageError, match=re.escape(told)):
+        heatmap.check(tmp_path / "nowhere" / "m.png")
+    assert os.listdir(tmp_path) == ["old.png"]
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(heatmap.importlib.util, "find_spec", lambda name: "there")
     with pytest.raises(UsageError, match="png"):
         heatmap.check(tmp_path / "m.jpg")
-    with pytest.raises(UsageError, match="folder that exists"):
-        heatmap.check(tmp_path / "nowhere" / "m.png")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UsageError, match="folder.png is a folder"):
         heatmap.check(tmp_path / "folder.png")

@@ -11,9 +11,12 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from dlc.addresses import addresses_of, advertised
+from dlc.comm.addresses import parse_address
 from dlc.comm.keytext import HIDDEN, without_keys
 from dlc.comm.security import ZAP_DOMAIN, ZAP_ENDPOINT, LinkSecurity, ZapHandler, generate_run_key, load_run_key
-from dlc.errors import KeyFileError
+from dlc.compat.hivemind.p2p import parse_multiaddr
+from dlc.errors import KeyFileError, UsageError
 
 KEY = bytes(range(32))
 KEY_TEXT = "dlc-key-1:AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
@@ -24,6 +27,9 @@ def test_a_key_is_read_from_text_file_or_bytes(tmp_path: Path) -> None:
     assert text.startswith("dlc-key-1:") and text.endswith("\n") and text.count("\n") == 1
     path = tmp_path / "run.key"
     path.write_text(text)
+    marked = tmp_path / "marked.key"
+    marked.write_text(text, "utf-8-sig")
+    assert load_run_key(marked) == load_run_key(text)
     keys = {load_run_key(s) for s in (text, text.strip(), path, str(path), text.encode(), load_run_key(text))}
     assert len(keys) == 1 and len(keys.pop()) == 32
     assert load_run_key(generate_run_key()) != load_run_key(text)
@@ -61,6 +67,33 @@ def test_a_key_that_is_given_for_a_file_is_not_shown(spoilt: Callable[[str], str
         load_run_key(Path(given))
     assert given not in str(error.value) and "`dlc key`" in str(error.value)
     assert without_keys(f"unrecognized arguments: --key {given}") == f"unrecognized arguments: --key {HIDDEN}"
+
+
+def test_what_is_given_for_an_address_is_not_shown_where_it_may_be_a_key() -> None:
+    """It was printed, with the advice to write HOST:PORT; a key without its prefix was even dialled, as a name."""
+    bare = KEY_TEXT.removeprefix("dlc-key-1:")
+    given: list[Callable[[str], object]] = [
+        parse_address,
+        parse_multiaddr,
+        addresses_of,
+        lambda text: addresses_of(["10.0.0.1:4600", text]),
+        lambda text: parse_multiaddr(f"/ip4/{text}/tcp"),
+    ]
+    of_bytes = [lambda text: addresses_of(text.encode()), lambda text: addresses_of([text.encode()])]
+    dialled = [*given, *of_bytes, lambda text: advertised(text, 4600)]
+    for text in (KEY_TEXT, bare, f"{bare}:4600", f"{KEY_TEXT}:4600"):
+        for call in dialled:
+            with pytest.raises(UsageError) as error:
+                call(text)
+            assert bare not in str(error.value) and HIDDEN in str(error.value), text
+    for text in (bare[:30], f"10.0.0.1:4600/{bare}"):
+        for call in given:
+            with pytest.raises(UsageError) as error:
+                call(text)
+            assert bare[:30] not in str(error.value) and HIDDEN in str(error.value), text
+    assert parse_address("AHostOfALongNameWithoutANumber.example:4600")[1] == 4600
+    with pytest.raises(UsageError, match=r"'host-of-a-name\.example' is no address"):
+        parse_address("host-of-a-name.example")
 
 
 @pytest.mark.parametrize(

@@ -779,6 +779,18 @@ def test_a_dht_that_cannot_take_part_leaves_and_can_be_started_again(monkeypatch
         DHT(start=True)
 
 
+def test_a_dht_says_at_once_that_a_run_without_the_log_gives_no_seat() -> None:
+    """It waited for `startup_timeout`, or for ever, and told nothing of the strategy."""
+    with Peer.join(spec=RunSpec(run="pairs", strategy="gossip")) as peer:
+        dht = DHT([peer.address])
+        with pytest.raises(UsageError, match=r"no rounds of all: the run 'pairs' has strategy = \"gossip\""):
+            dht.run_in_background()
+        with pytest.raises(UsageError, match="not started"):
+            _ = dht.peer
+        with pytest.raises(UsageError, match="there are no seats: this peer takes part without the replicated log"):
+            peer.take_seat()
+
+
 def test_what_a_gradient_averager_is_given_reaches_its_round() -> None:
     peer, reduction = Mock(spec=Peer), Mock(spec=Reduction, done=False)
     peer.all_reduce.return_value = reduction

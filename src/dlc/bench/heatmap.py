@@ -10,6 +10,7 @@ from pathlib import Path
 from dlc.bench.matrix import MatrixReport
 from dlc.bench.show import rate
 from dlc.errors import UsageError
+from dlc.train.shelf import demand_place
 
 INCHES_PER_SITE = 0.9
 INCHES_FRAME = 3.0
@@ -19,11 +20,15 @@ def check(path: Path) -> None:
     """Raise UsageError now, rather than after the measurement."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--png needs matplotlib, of the extra `plots`: pip install 'dlc[plots]'")
-    if path.suffix.lower() != ".png" or not path.absolute().parent.is_dir():
-        raise UsageError(f"--png wants the name of a .png file in a folder that exists, not {path}")
+    folder = path.absolute().parent
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"--png wants the name of a .png file, not {path}")
     if path.is_dir():
         raise UsageError(f"--png wants the name of a file, and {path} is a folder")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    if not folder.is_dir():
+        raise UsageError(f"--png {path} cannot be written: there is no folder {folder}; make it, or name another file")
+    demand_place("--png", path, folder)
+    if path.exists() and not os.access(path, os.W_OK):
         raise UsageError(f"--png: {path} cannot be written by this user; name another file")
     try:
         import matplotlib.backends.backend_agg

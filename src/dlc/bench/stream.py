@@ -240,12 +240,15 @@ def new_block() -> memoryview:
 
 
 def wrong_key(address: str, has_key: bool) -> str:
+    """The sentence for an address that answered a handshake, and did not finish it."""
     if has_key:
-        return (
-            f"{address} answered, but refused our key: use the key file that `dlc bench serve` was given there, or "
-            "leave --key-file out, if it was given none; or something else than that listens there, and hangs up"
+        what = (
+            "refused our key: use the key file that `dlc bench serve` was given there, or leave --key-file out, if it "
+            "was given none"
         )
-    return f"{address} answered, but wants a key: add --key-file with the key file that it uses"
+    else:
+        what = "wants a key: add --key-file with the key file that `dlc bench serve` uses there"
+    return f"{address} answered, but {what}; or something else than that listens there, and hangs up"
 
 
 def _no_answer(address: str, limit_s: float, busy: bool, connected: bool, detail: str) -> JoinError:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from dlc.cli.interrupt import Interrupts
 from dlc.cli.options import parser
+from dlc.comm.keytext import is_key, without_keys
 from dlc.ending import INTERRUPTED, end_at_once
 from dlc.errors import DlcError, JoinError, UsageError, first_line
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             _discard_stdout()  # or Python would try once more, and complain
         text = str(error) if isinstance(error, DlcError) else _unexpected(args.command, error)
-        _complain(args.command, text)
+        _complain(args.command, without_keys(text, is_key))
         return USAGE if isinstance(error, UsageError) else NOT_JOINED if isinstance(error, JoinError) else FAILED
 
 

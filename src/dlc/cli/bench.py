@@ -377,11 +377,13 @@ def _allreduce(args: argparse.Namespace) -> int:
             "one host is no all-reduce: list all in --peers, this one included, or say how many come by --n-peers"
         )
     _check_place(args, key is not None)
+    from dlc.bench.limit import read_links
+
+    links = read_links(args.links, peers) if args.links else None
     import torch  # takes seconds, so only now that the options are known to be right
 
     from dlc.bench import allreduce, show
     from dlc.bench.children import Children, check_local, check_vector
-    from dlc.bench.limit import read_links
     from dlc.cli.console import Stdout
     from dlc.peer import Peer
 
@@ -391,7 +393,6 @@ def _allreduce(args: argparse.Namespace) -> int:
         check_local(n_peers, work.mb)
     else:
         check_vector(work.mb)
-    links = read_links(args.links, peers) if args.links else None
     args.join_timeout = args.join_timeout or allreduce.join_timeout_s(args.local)
     if args.local is not None and not args.threads:
         args.threads = max(1, (os.cpu_count() or 1) // n_peers)

@@ -17,6 +17,7 @@ from dlc.cli.places import home
 from dlc.errors import UsageError
 from dlc.runspec import BYTES, STDLIB, DataSpec
 from dlc.train.shelf import HUB_NAME, expanded
+from dlc.train.sources import demand_source
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,12 +59,16 @@ def evaluate_model(args: argparse.Namespace, interrupts: Interrupts) -> int:
     if not args.blocks or not args.batch_size:
         raise UsageError("--blocks and --batch-size must be at least 1")
     data = _given_data(args)
-    if not os.path.exists(expanded(args.model)):
+    try:
+        os.stat(expanded(args.model))
+    except (FileNotFoundError, NotADirectoryError):
         if not HUB_NAME.fullmatch(args.model):
-            raise UsageError(f"there is no checkpoint, state directory or model folder {args.model}")
+            raise UsageError(f"there is no checkpoint, state directory or model folder {args.model}") from None
         log.info(
             "there is no file or folder %s here: the Hugging Face hub is asked for a model of that name", args.model
         )
+    except OSError as error:
+        raise UsageError(f"{args.model} cannot be read: {error.strerror or error}") from None
 
     from transformers.utils.logging import disable_progress_bar
 
@@ -126,7 +131,9 @@ def _given_data(args: argparse.Namespace) -> DataSpec | None:
     """The text that the options name, checked as that of a RUN.toml is; None: they name none."""
     named = {name: value for name in ("subset", "split", "text_field") if (value := getattr(args, name)) is not None}
     if args.source is not None:
-        return DataSpec(args.source, **named)
+        data = DataSpec(args.source, **named)
+        demand_source(args.source)
+        return data
     for name in named:
         raise UsageError(f"--{name.replace('_', '-')} says what is read of a --source, and none is given")
     return None

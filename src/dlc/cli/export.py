@@ -7,7 +7,7 @@ import json
 
 from dlc.cli.interrupt import Interrupts
 from dlc.errors import UsageError
-from dlc.train.shelf import demand_room, expanded, file_of, model_bytes
+from dlc.train.shelf import demand_place, demand_room, expanded, file_of, model_bytes
 
 
 def export(args: argparse.Namespace, interrupts: Interrupts) -> int:
@@ -15,6 +15,7 @@ def export(args: argparse.Namespace, interrupts: Interrupts) -> int:
     out = args.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists already; give --out a new folder")
+    demand_place("--out", out, out)
     named = expanded(args.checkpoint)
     demand_room(out, model_bytes(file_of(named)))  # here, and all above: before torch is loaded, which takes seconds
 

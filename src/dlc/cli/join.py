@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import errno
 import importlib
 import io
 import logging
@@ -40,7 +39,8 @@ from dlc.errors import DlcError, SpecMismatch, UsageError
 from dlc.runspec import RunSpec
 from dlc.statedir import StateDir, free_state_dir
 from dlc.strategyspec import WITHOUT_LOG
-from dlc.train.shelf import FOLDER, expanded, file_of, files_in
+from dlc.train.shelf import FOLDER, expanded, file_of, files_in, takes_files
+from dlc.train.sources import demand_source
 
 if TYPE_CHECKING:
     from dlc.cli.sinks import Event, Sink
@@ -106,6 +106,8 @@ def _check(args: argparse.Namespace, rank: site.Rank | None, spec: RunSpec | Non
             f"--parallel {args.parallel} is for several processes, and this is the only one: start two or more with "
             "torchrun (--nproc-per-node times --nnodes)"
         )
+    if args.role == TRAINER and spec is not None:
+        demand_source(spec.data.source)
     if args.role == HELPER and spec is not None:
         check_helped(spec)
     if args.role == OBSERVER:
@@ -133,8 +135,7 @@ def _check_role(args: argparse.Namespace, rank: site.Rank | None) -> None:
 def _make(folder: Path, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        takes_files(folder)
     except FileExistsError:
         raise UsageError(f"{option} {folder} is a file: name a folder") from None
     except OSError as error:

@@ -7,11 +7,12 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dlc import __version__
-from dlc.comm.keytext import without_keys
+from dlc.comm.keytext import HIDDEN, is_key, without_keys
 from dlc.comm.roles import ROLES, TRAINER
 from dlc.train.shelf import expanded
 
@@ -92,6 +93,16 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """No key is among the words, whatever it is given for: some would be looked up, or shown."""
+        words = sys.argv[1:] if args is None else args
+        if any(is_key(part) and not os.path.exists(part) for word in words for part in re.split(r"[=,\s]", word)):
+            self.error(
+                f"a run key is among the words of this command {HIDDEN}: other users of this host can read them there; "
+                "write the key to a file, with `chmod 600`, and give its path to --key-file"
+            )
+        return super().parse_args(args, namespace)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Nothing is left over for the parser above, which would not know what options there are."""
         known, unknown = super().parse_known_args(args, namespace)
@@ -104,22 +115,29 @@ class Parser(argparse.ArgumentParser):
         if self.prog == "dlc join" and (of_run := _of_run(word)):
             return f"; {' or '.join(of_run)} is an option of RUN.toml, the file that --config names"
         names = [name for action in self._actions for name in action.option_strings if action.help != argparse.SUPPRESS]
-        near = difflib.get_close_matches(word, names, n=1)
-        return f"; did you mean {near[0]}?" if near else ""
+        if "--peers" in names and re.search(r"[^/]:\d+$", word):
+            return "; addresses are given with --peers, as one word with commas between them"
+        if "--config" in names and word.endswith(".toml"):
+            return "; a RUN.toml is given with --config"
+        return _did_you_mean(word, names)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """With a suggestion, which argparse itself makes from Python 3.14 on, if asked."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = difflib.get_close_matches(str(value), map(str, action.choices or ()), n=1)
-            if not near:
-                raise
-            raise argparse.ArgumentError(action, f"{error.message}; did you mean {near[0]}?") from None
+            hint = _did_you_mean(str(value), list(map(str, action.choices or ())))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
     def error(self, message: str) -> NoReturn:
         """One line, as of every error: argparse puts all options before it, a dozen lines."""
         self.exit(2, f"{self.prog}: {without_keys(message)} (`{self.prog} --help` tells more)\n")
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    """A name that the word is the beginning of; without one, that which is most like it."""
+    near = [name for name in known if word and name.startswith(word)] or difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _of_run(word: str) -> list[str]:

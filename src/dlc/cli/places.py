@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dlc.comm.identity import Identity
-from dlc.errors import UsageError
+from dlc.errors import KeyFileError, UsageError
 from dlc.statedir import StateDir
 from dlc.train.shelf import expanded
 
@@ -32,7 +32,12 @@ def run_key(given: str | None) -> bytes | None:
     from dlc.comm.security import load_run_key  # zmq, which `dlc --help` does without
 
     path = key_file(given)
-    return None if path is None else load_run_key(path)
+    try:
+        return None if path is None else load_run_key(path)
+    except KeyFileError as error:
+        if given:
+            raise
+        raise KeyFileError(f"{error} (DLC_KEY_FILE in the environment names it)") from None
 
 
 class KeptOpen:

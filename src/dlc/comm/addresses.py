@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from dlc.comm.keytext import HIDDEN, holds_key, is_key
 from dlc.errors import UsageError
 
 ADDRESS_CHARS_MAX = 300
@@ -31,10 +32,16 @@ def parse_address(address: str) -> tuple[str, int]:
     host = host[1:-1] if bracketed else host
     good_port = port_text.isascii() and port_text.isdigit() and int(port_text[:6]) <= 65535 and len(port_text) <= 5
     good_host = host and (bracketed or ":" not in host) and not any(c.isspace() or c in "/;[]@" for c in host)
-    if not (colon and good_port and good_host) or len(address) > ADDRESS_CHARS_MAX:
-        shown = address[:80]
-        raise UsageError(f"{shown!r} is no address; write HOST:PORT, or [V6]:PORT for IPv6, with a port up to 65535")
+    if not (colon and good_port and good_host) or len(address) > ADDRESS_CHARS_MAX or is_key(host):
+        raise UsageError(f"{_shown(address)}; write HOST:PORT, or [V6]:PORT for IPv6, with a port up to 65535")
     return host, int(port_text)
+
+
+def _shown(address: str) -> str:
+    """What is wrong with it."""
+    if holds_key(address):
+        return f"what is given as an address looks like a run key {HIDDEN}: that belongs into --key-file, or key="
+    return f"{address[:80]!r} is no address"
 
 
 def join_address(host: str, port: int) -> str:

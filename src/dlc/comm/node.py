@@ -252,7 +252,7 @@ class Node:
 
     def attach(self, channel: str, state: State, grid: Grid, lease_len: int, now: float) -> list[Effect]:
         """Bring a channel's state into the run: opens the channel, or fetches the swarm's state for it."""
-        self._need_log(f"channel {channel!r} cannot be opened")
+        self.need_log(f"channel {channel!r} cannot be opened")
         check_channel(channel, self.log.state)
         here = (name for name, attached in self.log.attached.items() if attached.lease_len and not attached.abandoned)
         leased = {*here, self.log.state.leased} - {channel, None}
@@ -315,7 +315,7 @@ class Node:
         `norm`: its own, if it is to be clipped by the others'; 0 if not. `filling`: only what it covers is final yet;
         `filled` is to be called as it goes on.
         """
-        self._need_log(f"channel {channel!r} has no rounds")
+        self.need_log(f"channel {channel!r} has no rounds")
         check_channel(channel, self.log.state)
         known = self.log.state.channel(channel)
         if sink is not None and (channel in self.log.attached or (known is not None and known.opened)):
@@ -356,7 +356,8 @@ class Node:
 
         return self._event(now, act)
 
-    def _need_log(self, what: str) -> None:
+    def need_log(self, what: str) -> None:
+        """UsageError, which says `what` cannot be, where this peer has no log."""
         if not self.config.log:
             raise UsageError(f"{what}: this peer takes part without the replicated log (dlc.Gossip, dlc.Moshpit, ...)")
 

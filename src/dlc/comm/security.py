@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import codecs
 import hmac
 import logging
 import os
@@ -68,7 +69,7 @@ def load_run_key(source: str | bytes | Path) -> bytes:
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(KEY_FILE_BYTES_MAX).decode("latin-1")
+            text = file.read(KEY_FILE_BYTES_MAX).removeprefix(codecs.BOM_UTF8).decode("latin-1")  # editors write it
     except (OSError, ValueError) as error:  # ValueError: of a name that no file can have
         raise _unread(path, error) from None
     key = _parse(text, f"the file {path}")  # first: what is another file has to stay as it is

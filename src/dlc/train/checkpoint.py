@@ -91,7 +91,9 @@ def load_checkpoint(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]
         raise UnreadableError(f"the checkpoint {target} cannot be read ({e})") from e
     except SafetensorError as e:
         raise DamagedError(f"the checkpoint {target} cannot be read ({e})") from e
-    if header.get(_FORMAT_KEY) != str(FORMAT):
+    if _FORMAT_KEY not in header:
+        raise CheckpointError(f"{target} is no dlc checkpoint; if it is a part of a model folder, name that folder")
+    if header[_FORMAT_KEY] != str(FORMAT):
         raise CheckpointError(f"{target} is no dlc checkpoint of format {FORMAT}")
     text = header.get(META, "")
     if _content_hash(tensors, text) != header.get(_HASH_KEY):

@@ -12,6 +12,7 @@ import shutil
 import stat
 import struct
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -245,6 +246,26 @@ def demand_room(target: Path, needed: int) -> None:
             f"{target} could not be written: it takes {needed / 1e6:,.1f} MB, and its disk has {free / 1e6:,.1f} MB "
             "free; what was there is kept"
         )
+
+
+def demand_place(option: str, path: Path, folder: Path) -> None:
+    """UsageError: nothing can be made in `folder`, or, where it is missing, in that in which it would be made. So no
+    work is done in vain for what an option puts at `path`. Nothing is left behind."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.exists(p))
+    try:
+        takes_files(there)
+    except OSError as error:
+        raise UsageError(
+            f"{option} {path} cannot be written: nothing can be made in {there} ({error.strerror or error}); name "
+            "another place"
+        ) from None
+
+
+def takes_files(folder: Path) -> None:
+    """OSError: no file can be made in it. What permissions say is not all: the disk may be read-only, or of no files.
+    None is left behind."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def free_bytes(folder: Path) -> int | None:

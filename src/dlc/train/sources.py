@@ -156,6 +156,20 @@ def check_used(place: Place, paths: list[Path]) -> None:
         )
 
 
+def demand_source(source: str) -> None:
+    """DataError: there is no file or folder of that name, or it is kept shut. It is not looked into: this takes no
+    time."""
+    if source == STDLIB or source.startswith(DATASETS):
+        return
+    root = expanded(source)
+    try:
+        root.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise _nothing_at(root) from None
+    except OSError as e:
+        raise DataError(f"the data source {root} cannot be read: {e}") from e
+
+
 def list_files(source: str) -> list[tuple[str, Path]]:
     """Names and paths of a file, a folder or the standard library, sorted by name; DataError where there are none."""
     if source == STDLIB:
@@ -238,7 +252,11 @@ def _files(root: Path) -> list[tuple[str, Path]]:
                 root,
             )
         return [(root.name, root)]
-    raise DataError(
+    raise _nothing_at(root)
+
+
+def _nothing_at(root: Path) -> DataError:
+    return DataError(
         f"no data source at {root}; give a text file, a folder, a .jsonl or .parquet file, "
         f'"{DATASETS}NAME", or {STDLIB!r}'
     )

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from dlc.comm.addresses import is_numeric, join_address, parse_address
+from dlc.comm.keytext import HIDDEN, holds_key
 from dlc.compat.hivemind.refused import INSIDE, attribute_hook
 from dlc.errors import UsageError
 
@@ -73,8 +74,9 @@ def parse_multiaddr(text: str) -> str:
     named = dict(zip(parts[::2], parts[1::2], strict=False))
     hosts = [named[kind] for kind in HOSTS if kind in named]
     if len(parts) % 2 or not hosts or "tcp" not in named or set(named) - {*HOSTS, "tcp", "p2p"}:
+        shown = HIDDEN if holds_key(text) else repr(text)
         raise UsageError(
-            f"{text!r} is no address of a dlc peer: write HOST:PORT or /ip4/HOST/tcp/PORT "
+            f"{shown} is no address of a dlc peer: write HOST:PORT or /ip4/HOST/tcp/PORT "
             "(UDP, QUIC, relays and addresses in IPFS are not offered)"
         )
     host = hosts[0]

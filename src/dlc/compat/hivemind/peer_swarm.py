@@ -23,6 +23,7 @@ from dlc.handles import Flag
 from dlc.mesh import Group, GroupCall
 from dlc.peer import Peer
 from dlc.report import GroupReport
+from dlc.strategyspec import WITHOUT_LOG
 
 log = logging.getLogger(__name__)
 
@@ -255,11 +256,15 @@ class PeerSwarm:
 def check_rounds(peer: Peer) -> None:
     """UsageError, and it has left, where it has joined a run without the log: it would wait for a seat for ever."""
     if peer.spec.run == RUN:
-        peer.leave()
-        raise UsageError(
-            "the peers of this run take part in no rounds of all: start `python -m dlc.compat.hivemind` with --log, "
-            "and make each dlc.compat.hivemind.DHT with log=True"
+        remedy = "start `python -m dlc.compat.hivemind` with --log, and make each dlc.compat.hivemind.DHT with log=True"
+    elif (strategy := peer.spec.strategy) in WITHOUT_LOG:
+        remedy = (
+            f'the run {peer.spec.run!r} has strategy = "{strategy}", which `dlc join` trains; give peers of another'
         )
+    else:
+        return
+    peer.leave()
+    raise UsageError(f"the peers of this run take part in no rounds of all: {remedy}")
 
 
 def _lives(members: Members, voter: Voter) -> bool:

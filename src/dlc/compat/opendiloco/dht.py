@@ -24,8 +24,9 @@ class DHT:
     probe_links: as of `dlc.Peer.join`; False sends no junk to see what links carry. role: "trainer", or "observer", by
     which others join, and which trains nothing: without `initial_peers` it waits until one of them has begun the run.
 
-    Raises what `Peer.join` raises; UsageError also where the run is one of `dlc.compat.hivemind`, without rounds. For
-    values under keys, and for averages in groups, there is `dlc.compat.hivemind`.
+    Raises what `Peer.join` raises; UsageError also where the run has no rounds of all: one of `dlc.compat.hivemind`, or
+    with strategy "gossip", "moshpit" or "parameter-server". For values under keys, and for averages in groups, there is
+    `dlc.compat.hivemind`.
     """
 
     def __init__(
