@@ -561,15 +561,23 @@ def test_the_numbers_of_a_link_are_plausible(pair: tuple[Node, Node]) -> None:
     a, b = pair
     assert a.transport.way_sample(b.bulk_address) is None
     connect(a, b)
-    first, began = link(a.transport, b.bulk_address).tcp_sample(), time.monotonic()
+    began, first = time.monotonic(), link(a.transport, b.bulk_address).tcp_sample()
     assert first is not None and 0 < first.bytes_acked < 10_000 and first.app_limited
     seconds_for(a, b, 1_000_000)
     a.transport.pace(b.bulk_address, 5e6)
     seconds_for(a, b, 2_000_000)
-    pump(lambda: (now := link(a.transport, b.bulk_address).tcp_sample()) and not now.queued_bytes, a, b)
-    last, whole = link(a.transport, b.bulk_address).tcp_sample(), a.transport.way_sample(b.bulk_address)
-    assert last is not None and whole is not None
-    assert last.bytes_acked <= whole.bytes_acked < last.bytes_acked + 10_000 and whole.min_rtt_s == last.min_rtt_s
+    told: list[tuple[tcp.TcpSample, tcp.WaySample]] = []
+
+    def at_rest() -> bool:
+        """Nothing has come or gone between two looks, which are told with what the way says between them."""
+        now, whole = link(a.transport, b.bulk_address).tcp_sample(), a.transport.way_sample(b.bulk_address)
+        assert now is not None and whole is not None
+        told.append((now, whole))
+        return not now.queued_bytes and now == link(a.transport, b.bulk_address).tcp_sample()
+
+    pump(at_rest, a, b)
+    last, whole = told[-1]
+    assert whole.bytes_acked == last.bytes_acked and whole.min_rtt_s == last.min_rtt_s
     moved = last.bytes_acked - first.bytes_acked
     assert 3_000_000 <= moved < 3_500_000, "with a little for framing"
     assert 0 < last.min_rtt_s < 1 and last.min_rtt_s <= last.rtt_s
