@@ -1078,7 +1078,8 @@ def test_a_callback_on_the_drivers_thread_cannot_wait_for_a_handle_either() -> N
             except (UsageError, RoundTimeout) as error:
                 said.put(error)
 
-    with Peer.join(on_event=call) as peer, Peer.join([peer.address]) as other:
+    join = partial(Peer.join, timeouts=PATIENT)
+    with join(on_event=call) as peer, join([peer.address]) as other:
         handles.append(peer.all_reduce(torch.ones(4), async_op=True, timeout_s=2 * JOIN_S))
         together([peer, other], lambda p, i: p.all_reduce(torch.ones(4), name="other", timeout_s=JOIN_S))
         refused = said.get(timeout=JOIN_S)
