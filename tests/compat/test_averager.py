@@ -40,7 +40,7 @@ from tests.compat.fake_swarm import Town
 from tests.helpers import TICK_S, interrupted_at, wait_until
 
 WAIT_S = 180.0
-JOIN_S = 10.0
+JOIN_S = 60.0
 """Of what ends at once."""
 FOREVER_S = 300.0
 
