@@ -845,6 +845,7 @@ def test_bulk_links_are_open_before_the_first_round() -> None:
 @pytest.mark.alone
 @linux
 def test_a_node_is_told_of_its_links_while_bulk_moves_and_paces_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "SAMPLE_TAIL_S", WAIT_S)  # the last bulk is looked at after a standstill, too
     with swarm(2) as peers:
         one, two = peers
         vectors = [torch.ones(500_000), torch.zeros(500_000)]
