@@ -66,7 +66,7 @@ def test_ctrl_c_while_a_model_is_yet_to_be_read_is_no_error_of_what_is_imported(
     """What imports a module may take the interrupt for an error, of another name, or for none."""
     (tmp_path / "empty").touch()
     program = [sys.executable, "-c", WHILE_IMPORTING, *words]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=180, check=False, cwd=tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("", "dlc: interrupted\n", 130)
 
 
@@ -78,7 +78,7 @@ def test_a_terminal_that_is_closed_asks_for_a_clean_end_as_often_as_it_is_told(i
         [sys.executable, "-c", HANGS_UP.format(ends=not ignored)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL) and None,
     )
@@ -89,7 +89,7 @@ def test_a_terminal_that_is_closed_asks_for_a_clean_end_as_often_as_it_is_told(i
 def test_a_terminal_that_is_closed_is_told_once_where_there_is_nothing_to_save() -> None:
     """The second time interrupted the leave."""
     program = [sys.executable, "-c", HANGS_UP_EARLY]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=180, check=False)
     assert (done.stdout, done.returncode) == ("has left\n", 0), done.stderr
 
 
@@ -105,7 +105,7 @@ def test_a_stop_that_cannot_be_told_still_saves(stderr: str) -> None:
     program = "import sys; sys.stderr.close()\n" + ASKED_TO_STOP if stderr == "closed" else ASKED_TO_STOP
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=end, timeout=60, check=False
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=end, timeout=180, check=False
         )
     finally:
         os.close(end)
@@ -125,7 +125,7 @@ sys.exit(main())
 
 @pytest.mark.skipif(sys.platform == "win32", reason="ends by another signal")
 def test_ctrl_c_while_python_ends_prints_no_traceback() -> None:
-    done = subprocess.run([sys.executable, "-c", AFTER_A_COMMAND], capture_output=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", AFTER_A_COMMAND], capture_output=True, timeout=180, check=False)
     assert (done.returncode, done.stderr) == (130, b"")
 
 
@@ -169,5 +169,5 @@ def test_who_is_asked_for_the_end_by_another_still_has_its_own_first_signal(
 ) -> None:
     first, second, third = (step or "pass" for step in steps)
     program = ASKED_BY_ANOTHER.format(can_save=can_save, first=first, second=second, third=third)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=False)
     assert (done.stdout.strip(), done.returncode) == (said, code), done.stderr

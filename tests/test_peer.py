@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import queue
 import socket
@@ -393,10 +394,20 @@ def test_who_has_failed_to_join_may_try_again_at_the_same_port() -> None:
                 Peer.join([f"127.0.0.1:{silent.getsockname()[1]}"], listen=own, join_timeout_s=0.5)
 
 
-def test_who_is_in_its_own_list_is_not_among_those_who_do_not_answer() -> None:
+def test_who_is_in_its_own_list_is_not_among_those_who_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, received = threading.Event(), Lobby.receive
+
+    def heard(self: Lobby, *event: Any) -> list[Effect]:
+        effects = received(self, *event)
+        if self.own():
+            over.set()  # the time is up once it knows itself
+        return effects
+
+    monkeypatch.setattr(Lobby, "receive", heard)
+    monkeypatch.setattr(joining, "clock", lambda: clock() + JOIN_S * over.is_set())
     own, silent = free_addresses(2)
-    with pytest.raises(UnreachableError, match=f"no answer within 1 s from {silent} "):
-        Peer.join([own, silent], listen=own, join_timeout_s=1)
+    with pytest.raises(UnreachableError, match=f"no answer within {JOIN_S:g} s from {silent} "):
+        Peer.join([own, silent], listen=own, join_timeout_s=JOIN_S)
 
 
 def asked(address: str) -> Transport:
@@ -479,11 +490,11 @@ def test_a_peer_whose_bulk_port_is_closed_is_told_and_so_are_the_others(
 def test_who_waits_for_an_answer_says_so_ever_more_seldom(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(joining, "SAY_AFTER_S", 0.05)
+    monkeypatch.setattr(joining, "clock", partial(next, itertools.count(0.0, 2.0)))
     with pytest.raises(UnreachableError):
-        Peer.join(free_addresses(1), join_timeout_s=1.5)
+        Peer.join(free_addresses(1), join_timeout_s=100.0)
     said = [r for r in caplog.records if r.name == "dlc.joining" and "still trying" in r.getMessage()]
-    assert 1 <= len(said) <= 4, "after 0.05, 0.15, 0.35 and 0.75 s; then after 1.55"
+    assert len(said) == 4, "after 5, 15, 35 and 75 s; then after 155"
 
 
 def test_who_could_begin_the_run_itself_is_told_how_while_it_waits(
@@ -492,11 +503,12 @@ def test_who_could_begin_the_run_itself_is_told_how_while_it_waits(
     """The others may have come to the end of it. A mere joiner would begin another run than it looks for."""
     monkeypatch.setattr(joining, "SAY_AFTER_S", 0.05)
     own, silent = free_addresses(2)
-    for listed, tells in (([silent], False), ([own, silent], True)):
+    for listed, last in (([silent], "still trying"), ([own, silent], "--found begins the run")):
         caplog.clear()
+        monkeypatch.setattr(joining, "clock", lambda last=last: clock() + JOIN_S * (caplog.text.count(last) >= 2))
         with pytest.raises(UnreachableError):
-            Peer.join(listed, spec=RunSpec(), listen=own, join_timeout_s=1.5)
-        assert "still trying" in caplog.text and ("--found begins the run" in caplog.text) == tells
+            Peer.join(listed, spec=RunSpec(), listen=own, join_timeout_s=JOIN_S)
+        assert "still trying" in caplog.text and ("--found begins the run" in caplog.text) == (own in listed)
 
 
 def test_who_would_take_no_part_in_the_rounds_of_the_others_is_told() -> None:
@@ -1078,7 +1090,8 @@ def test_a_callback_on_the_drivers_thread_cannot_wait_for_a_handle_either() -> N
             except (UsageError, RoundTimeout) as error:
                 said.put(error)
 
-    with Peer.join(on_event=call) as peer, Peer.join([peer.address]) as other:
+    join = partial(Peer.join, timeouts=PATIENT)
+    with join(on_event=call) as peer, join([peer.address]) as other:
         handles.append(peer.all_reduce(torch.ones(4), async_op=True, timeout_s=2 * JOIN_S))
         together([peer, other], lambda p, i: p.all_reduce(torch.ones(4), name="other", timeout_s=JOIN_S))
         refused = said.get(timeout=JOIN_S)

@@ -17,6 +17,7 @@ from dlc.compat.hivemind.averaging.control import StepControl
 from dlc.compat.hivemind.optim import PowerSGDGradientAverager, power_sgd_averager
 from dlc.compat.hivemind.optim.power_sgd_averager import LowRank, as_matrix, orthonormal, product
 from dlc.errors import DlcError, UsageError
+from tests.compat import fake_swarm
 from tests.compat.fake_swarm import Town
 
 WAIT_S = 180.0
@@ -252,11 +253,12 @@ def test_who_does_not_come_to_the_second_exchange_is_named(monkeypatch: pytest.M
 
     def once(key: str, *given: Any) -> Any:
         if "/q/" in key:
+            monkeypatch.setattr(fake_swarm, "HASTE_S", FOREVER_S)  # the others have waited for long enough
             raise DlcError("this peer has other things to do")
         return average(key, *given)
 
     monkeypatch.setattr(gone, "average", once)
-    steps = [peer.step(wait=False, timeout=2.0, allow_retries=peer is not peers[2]) for peer in peers]
+    steps = [peer.step(wait=False, allow_retries=peer is not peers[2]) for peer in peers]
     for one in steps[:2]:
         assert len(one.result(WAIT_S)) == 2
     assert isinstance(steps[2].exception(WAIT_S), DlcError)

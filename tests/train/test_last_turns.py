@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from dlc.train import phases, saves
 from dlc.train.held import END_PATIENCE_S, Held
 from dlc.train.inner import InnerLoop, StepResult
 from dlc.train.rounds import Rounds
-from tests.swarm import DEADLINE_S, PATIENT
+from tests.swarm import DEADLINE_S
 from tests.train.fake_peer import FakeMember, FakePeer
 from tests.train.test_ahead import PER_STEP, STEP_TOKENS, spec, trained
-from tests.train.test_swarm_pace import Pupil, spec_of
+from tests.train.test_swarm_pace import spec_of
 from tests.train.test_trainer import H, Run
+from tests.train.virtual import Player, Troupe
 
 __all__ = ["spec", "trained"]
 
@@ -152,22 +152,19 @@ def test_who_has_nothing_left_stays_for_the_last_turns_of_others(
     assert rests and set(rests) == {1e9}, "no round waits for it"
 
 
-def test_peers_that_are_not_in_step_end_with_one_model(tmp_path: Path, before: list[Tensor]) -> None:
+def test_peers_that_are_not_in_step_end_with_one_model(
+    tmp_path: Path, before: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = cut(spec_of(tmp_path, 1), 3, sync_every=6)
-    pupils = list[Pupil]()
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            for i in range(2):
-                listed = pupils[0].peer.address if pupils else ""
-                pupils.append(Pupil(spec, tmp_path / str(i), 0.0, listed, PATIENT))
-            summaries = [end.result(DEADLINE_S) for end in [pool.submit(pupil.go) for pupil in pupils]]
-        finally:
-            for pupil in pupils:
-                pupil.peer.leave()
-    assert len({(summary.t, summary.digest) for summary in summaries}) == 1 and summaries[0].t >= 5
-    models = [FlatView.of(pupil.trainer.model) for pupil in pupils]
-    assert torch.equal(*(view.gather(torch.empty(view.numel)) for view in models))
-    assert not any(any(pupil.trainer.strategy.phases.held.amounts()) for pupil in pupils)  # type: ignore[attr-defined]
+    with Troupe(monkeypatch) as troupe:
+        for i in range(2):
+            Player(troupe, spec, tmp_path / str(i), lambda step, i=i: 1.0 + 0.3 * i).goes()
+        summaries = troupe.end()
+        assert len({(summary.t, summary.digest) for summary in summaries}) == 1 and summaries[0].t >= 5
+        models = [FlatView.of(player.trainer.model) for player in troupe.players]
+        assert torch.equal(*(view.gather(torch.empty(view.numel)) for view in models))
+        held = [player.trainer.strategy.phases.held for player in troupe.players]  # type: ignore[attr-defined]
+        assert not any(any(of_one.amounts()) for of_one in held)
 
 
 def test_steps_that_are_undone_leave_what_is_offered_in_its_fragment_and_nothing_in_others() -> None:
