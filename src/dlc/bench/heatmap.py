@@ -27,8 +27,9 @@ def check(path: Path) -> None:
         raise UsageError(f"--png wants the name of a file, and {path} is a folder")
     if not folder.is_dir():
         raise UsageError(f"--png {path} cannot be written: there is no folder {folder}; make it, or name another file")
-    demand_place("--png", path, folder)
-    if path.exists() and not os.access(path, os.W_OK):
+    if not path.exists():
+        demand_place("--png", path, folder)
+    elif not os.access(path, os.W_OK):  # it is written in place, whatever its folder takes
         raise UsageError(f"--png: {path} cannot be written by this user; name another file")
     try:
         import matplotlib.backends.backend_agg
